@@ -63,7 +63,8 @@ def one_step() -> tuple[dict[str, str], list[str]]:
         place, name = file.relative_to(PACKAGE).as_posix(), name_of(frame)
         if "." in name and place.split("/")[0] in IDEA:
             classes.setdefault(name.split(".")[0], place)
-        if not calls and frame.f_code.co_name == "start" and place.startswith("collectives/backend"):
+        is_start = frame.f_code.co_name == "start" and place.startswith("collectives/backends")
+        if is_start and not calls:
             here: FrameType | None = frame
             while here is not None and here.f_code.co_name != "main":
                 if Path(here.f_code.co_filename).is_relative_to(PACKAGE):

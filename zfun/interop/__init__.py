@@ -9,7 +9,6 @@
 ``dtensor``       DTensors become leaves of a state, and a state becomes DTensors
 ``loggers``       the numbers of a step go to CSV, TensorBoard and Weights & Biases
 ``_named``        values of a state by the names of a module
-``_torch_rules``  optimizers of torch as rules of ``zf.optim``
 ================  =================================================================
 """
 

@@ -1,31 +1,45 @@
-"""Optimizers of configurations, with parameter groups as torch's have."""
+"""Parameter groups of torch optimizers, and of configurations, as rules of ``zf.optim``."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from zfun import optim
-from zfun.errors import OptionError
-from zfun.interop.ds_config import Rule, rule_for
+from zfun.collectives import Group, split
+from zfun.errors import NotElementwiseError, OptionError
+from zfun.interop import ds_config
+from zfun.interop.ds_config import Recipe, rule_for
 from zfun.optim import Optimizer
+
+Rule: TypeAlias = tuple[Callable[..., Optimizer], dict[str, Any]]
+"""A function that makes an optimizer, and the options."""
+
+# By class of torch: our function, torch's names of the options, and options that we do not have.
+_NATIVE: dict[type, tuple[str, str, str]] = {
+    torch.optim.Adam: ("adam", "lr b1 b2 eps weight_decay", "amsgrad maximize"),
+    torch.optim.AdamW: ("adamw", "lr b1 b2 eps weight_decay", "amsgrad maximize"),
+    torch.optim.SGD: ("sgd", "lr momentum nesterov weight_decay", "dampening maximize"),
+    torch.optim.Adagrad: (
+        "adagrad",
+        "lr lr_decay eps weight_decay",
+        "initial_accumulator_value maximize",
+    ),
+}
+_OWN_NAMES = {"lr": "learning_rate", "lr_decay": "rate_decay"}
+# Options that choose an implementation of torch, and not a result.
+_IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"])
 
 
 class ConfiguredOptimizer(torch.optim.Optimizer):
-    """The optimizer of a configuration: parameter groups, which an engine steps.
+    """The optimizer of a configuration: parameter groups, which an engine steps."""
 
-    Args:
-        params: parameters, or groups of parameters.
-        rule: of the configuration.
-
-    Attributes:
-        rule: as given.
-    """
-
-    def __init__(self, params: Iterable[Any], rule: Rule) -> None:
+    def __init__(self, params: Iterable[Any], rule: ds_config.Rule) -> None:
         self.rule = rule
         super().__init__(params, dict(rule.options))
 
@@ -37,33 +51,66 @@ class ConfiguredOptimizer(torch.optim.Optimizer):
         )
 
 
-def rule_of_group(
-    rule: Rule, group: Mapping[str, Any]
-) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
-    """Return the function of zfun that steps a group, and the options as the group has them now.
+def zero_options(recipe: Recipe, group: Group) -> dict[str, Any]:
+    """Return the options of ``zf.zero`` that a configuration makes for an engine."""
+    if recipe.rows is not None:
+        mesh = split(group, recipe.rows)
+        group = mesh if recipe.secondary else mesh.inner
+    return {
+        "stage": recipe.stage,
+        "precision": recipe.precision,
+        "offload": recipe.offload(),
+        "compression": recipe.compression,
+        "schedule": recipe.schedule,
+        "bucket_bytes": recipe.bucket_bytes,
+        "group": group,
+    }
 
-    Args:
-        rule: the type, and the options that a group does not have.
-        group: a parameter group, which may have other numbers.
-    """
+
+def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
+    """Return the rule of a group of an optimizer of torch, or of a configuration."""
+    configured = getattr(optimizer, "rule", None)
+    if isinstance(configured, ds_config.Rule):
+        return _configured_rule(configured, group)
+    return _torch_rule(getattr(optimizer, "torch_class", type(optimizer)), group)
+
+
+def _torch_rule(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Rule:
+    group = {name: _number(value) for name, value in group.items()}
+    native, names, others = _NATIVE.get(cls, ("", "", ""))
+    if native and not any(group.get(name) for name in others.split()):
+        if "betas" in group:
+            group["b1"], group["b2"] = map(_number, group["betas"])
+            is_decoupled = group.get("decoupled_weight_decay", native == "adamw")
+            native = "adamw" if is_decoupled else "adam"
+        return getattr(optim, native), {_OWN_NAMES.get(x, x): group[x] for x in names.split()}
+    if cls is torch.optim.LBFGS:
+        raise NotElementwiseError(
+            "sharded optimizers work element by element; torch.optim.LBFGS searches along a line, "
+            "and calls the loss again; use another optimizer"
+        )
+    known = set(inspect.signature(cls).parameters) - {"params"} - _IMPLEMENTATIONS
+    options = {name: value for name, value in group.items() if name in known}
+    return functools.partial(optim.from_torch, cls), options
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _configured_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
+    """Return the rule of a configuration, with the numbers that a group has now."""
     options = {name: group.get(name, value) for name, value in rule.options.items()}
-    found = _made(rule.kind, tuple((name, _hashable(x)) for name, x in options.items()))
-    if found.name and not found.parts and hasattr(optim, found.name):
-        return getattr(optim, found.name), dict(found.options)
+    items = ((name, tuple(x) if isinstance(x, list) else x) for name, x in options.items())
+    made = _made(rule.kind, tuple(items))
+    if made.name and not made.parts and hasattr(optim, made.name):
+        return getattr(optim, made.name), dict(made.options)
     # An optimizer of several parts, such as Muon beside Adam, whose learning rate alone changes.
-    fixed = Rule(rule.kind, options)
-    return functools.partial(_with_rate, fixed), {"lr": float(options["lr"])}
+    fixed = ds_config.Rule(rule.kind, options)
+    return lambda lr: rule_for(fixed, lr=lr), {"lr": float(options["lr"])}
 
 
 @functools.lru_cache(maxsize=256)
 def _made(kind: str, options: tuple[tuple[str, Any], ...]) -> Optimizer:
     """Make an optimizer once for these options, because each option is checked."""
-    return rule_for(Rule(kind, dict(options)))
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _with_rate(rule: Rule, lr: float) -> Optimizer:
-    return rule_for(rule, lr=lr)
+    return rule_for(ds_config.Rule(kind, dict(options)))

@@ -8,12 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zfun import tree
 from zfun.collectives import agreement_group, barrier
 from zfun.errors import SpecMismatch
 from zfun.flat import Flat, leaf_spans
 from zfun.optim import MasterState
 from zfun.recipes import ZeroState
 from zfun.stores import Stored, fetch
+from zfun.transforms import unshard
+
+
+def named(values: tree.Tree) -> dict[str, Any]:
+    """Return the leaves of a tree by path."""
+    return dict(zip(tree.paths(values), tree.leaves(values), strict=True))
+
+
+def whole_by_bucket(flat: Flat) -> Iterator[dict[str, Tensor]]:
+    """Yield whole leaves by path, one bucket after the other; every rank must call."""
+    places = list(zip(flat.layout.paths, flat.layout.positions, strict=True))
+    for index in range(len(flat.layout.buckets)):
+        inside = {path for path, i in places if flat.layout.leaves[i].bucket == index}
+        yield named(unshard(flat, lambda path, leaf, inside=inside: path in inside))
 
 
 def first_names(module: nn.Module) -> dict[int, str]:
@@ -26,21 +41,10 @@ def first_names(module: nn.Module) -> dict[int, str]:
 
 
 def state_dict_of(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return ``module.state_dict()`` with the values of a state; other values are the module's.
-
-    Args:
-        module: the module.
-        values: by the names of :func:`first_names`; names may be missing.
-    """
-    names = first_names(module)
-    return {
-        key: values[name]
-        if (name := names.get(id(x))) in values
-        else x.detach()
-        if isinstance(x, Tensor)
-        else x
-        for key, x in module.state_dict(keep_vars=True).items()
-    }
+    """Return ``module.state_dict()`` with the values that are given by :func:`first_names`."""
+    names, own = first_names(module), module.state_dict(keep_vars=True)
+    merged = {key: values.get(names.get(id(x), ""), x) for key, x in own.items()}
+    return {key: x.detach() if isinstance(x, Tensor) else x for key, x in merged.items()}
 
 
 def with_values(
@@ -48,17 +52,9 @@ def with_values(
 ) -> ZeroState:
     """Return a state with new values of some leaves, in the buffers of the old state.
 
-    Master weights take the values too; moments and counts stay. Extra state goes to the module.
-
-    Args:
-        module: the module.
-        state: of a run; not to be used again.
-        values: whole values by any names of the module, the same on every rank. Of tied parameters
-            one name is enough.
-        strict: whether each name of ``module.state_dict()`` must be there, and no other.
-
-    Raises:
-        SpecMismatch: names are missing or unknown, or a shape differs.
+    Values are whole and the same on every rank, by any names of the module; of tied parameters one
+    name is enough. Master weights take them too; moments and counts stay. Extra state goes to the
+    module.
     """
     names, own = first_names(module), module.state_dict(keep_vars=True)
     tensors: dict[str, Tensor] = {
@@ -76,28 +72,26 @@ def with_values(
             f"{unknown[:3]}; pass what state_dict() returns",
             leaf=(missing or unknown)[0],
         )
-    found: dict[str, Tensor] = {}
-    for key, value in values.items():
-        if key not in tensors:
-            continue
-        old = tensors[key]
+    leaves: dict[str, Tensor] = {}
+    for key in filter(tensors.__contains__, values):
+        old, value = tensors[key], values[key]
         if value.shape != old.shape:
             raise SpecMismatch(
                 f"a value has the shape of its parameter; {key!r} has {tuple(old.shape)}; got "
                 f"{tuple(value.shape)}; load the values into the module they were saved from",
                 leaf=key,
             )
-        found[names[id(old)]] = value.detach()
+        leaves[names[id(old)]] = value.detach()
     if extra := {key: values[key] for key in own.keys() - tensors.keys() if key in values}:
         module.load_state_dict(extra, strict=False)
     ranks = agreement_group(state.params.group)
     # Ranks of one host may share the buffers of whole parameters.
     barrier(ranks)
     for master in masters_of(state.opt_state):
-        write_leaves(master, found)
-    params = write_leaves(state.params, found)
+        write_leaves(master, leaves)
+    params = write_leaves(state.params, leaves)
     frozen, buffers = (
-        None if flat is None else write_leaves(flat, found)
+        None if flat is None else write_leaves(flat, leaves)
         for flat in (state.frozen, state.buffers)
     )
     barrier(ranks)
@@ -121,10 +115,7 @@ def masters_of(state: Any) -> Iterator[Flat]:
 def write_leaves(flat: Flat, values: Mapping[str, Tensor], *, local: bool = False) -> Flat:
     """Write the elements of this rank into the buffers, in place; a store puts a buffer again.
 
-    Args:
-        flat: to write to.
-        values: whole values by name.
-        local: whether the values are the elements of this rank alone.
+    Values are whole, or with ``local`` the elements of this rank alone.
     """
     buffers = list(flat.buffers)
     loaded: dict[int, Tensor] = {}

@@ -80,12 +80,13 @@ class Accelerator(accelerate.Accelerator):
         return accelerator
 
     def _take(self, zero: int | Mapping[str, Any], mixed_precision: str) -> None:
-        plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-        if found := [x for x in plugins if getattr(self.state, x, None) is not None]:
-            raise OptionError(
-                f"zfun shards, reduces and steps by itself; got {found[0]} of accelerate; leave it "
-                "out, and pass zero= or a configuration of DeepSpeed to zfun"
-            )
+        for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+            if getattr(self.state, plugin, None) is not None:
+                raise OptionError(
+                    f"zfun shards, reduces and steps by itself; got {plugin} of accelerate; leave "
+                    "it out of the script and of the configuration of accelerate, and pass zero= "
+                    "or a configuration of DeepSpeed to zfun"
+                )
         options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
         dtype = _HALF.get(mixed_precision)
         self._half = dtype if options.get("precision") is None else None
@@ -108,11 +109,11 @@ class Accelerator(accelerate.Accelerator):
             return model
         plugin, had_amp = self.state.dynamo_plugin, self.native_amp
         backend, plugin.backend, self.native_amp = plugin.backend, DynamoBackend.NO, False
+        is_new = not getattr(model, "_is_accelerate_prepared", False)
         try:
-            if backend != DynamoBackend.NO and not getattr(model, "_is_accelerate_prepared", False):
-                options = {**plugin.to_kwargs(), "backend": backend.value.lower()}
-                compile_blocks(model, **options)
-            if self._half is not None and not getattr(model, "_is_accelerate_prepared", False):
+            if is_new and backend != DynamoBackend.NO:
+                compile_blocks(model, **{**plugin.to_kwargs(), "backend": backend.value.lower()})
+            if is_new and self._half is not None:
                 half = self._autocast()(model.forward)
                 model.forward = functools.wraps(model.forward)(convert_outputs_to_fp32(half))
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -163,12 +164,11 @@ class Accelerator(accelerate.Accelerator):
                 "script with torchrun, and make the group after the Accelerator"
             )
         params = named_leaves(model)
-        known = {id(param) for param in params.values()}
-        more = [p for group in optimizer.param_groups for p in group["params"]]
+        known = set(map(id, params.values()))
+        all_params = [p for group in optimizer.param_groups for p in group["params"]]
         # Parameters of a loss, which belong to no model.
-        extra = {
-            f"optimizer.{index}": p for index, p in enumerate(p for p in more if id(p) not in known)
-        }
+        others = (p for p in all_params if id(p) not in known)
+        extra = {f"optimizer.{index}": p for index, p in enumerate(others)}
         groups = ParamGroups(
             optimizer.optimizer, {**params, **extra}, extra=extra, norm_of_all=True
         )
@@ -275,12 +275,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def attach(optimizer: Any, engine: Engine) -> None:
-    """Let the steps of an optimizer be those of an engine.
-
-    Args:
-        optimizer: an ``AcceleratedOptimizer``, whose inner optimizer may be stepped directly too.
-        engine: of the parameters.
-    """
+    """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine."""
     inner, usual = optimizer.optimizer, engine.clip_norm
 
     def step(closure: Any = None) -> Any:

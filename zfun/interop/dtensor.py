@@ -7,7 +7,7 @@ or one bucket at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 from zfun import tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import Flat
+from zfun.interop._named import named, whole_by_bucket
 from zfun.options import ANY, NAMES, takes
 from zfun.sources import Deferred
-from zfun.transforms import unshard
 
 __all__ = ["from_dtensor", "to_dtensor"]
 
@@ -109,7 +109,7 @@ def to_dtensor(value: Flat | tree.Tree, like: tree.Tree, keep: Sequence[str] = (
         path: _held(path, leaf, keep) for path, leaf in by_path.items() if isinstance(leaf, DTensor)
     }
     placed: dict[str, Any] = {}
-    for part in _parts(value):
+    for part in whole_by_bucket(value) if isinstance(value, Flat) else [named(value)]:
         # Tied leaves of a value are one tensor, and become one DTensor.
         made: dict[int, Any] = {}
         for path, whole in part.items():
@@ -118,21 +118,6 @@ def to_dtensor(value: Flat | tree.Tree, like: tree.Tree, keep: Sequence[str] = (
                 made[id(whole)] = _place(whole, by_path[path], held.get(path))
             placed[path] = made[id(whole)]
     return tree.unflatten(spec, [placed[path] for path in paths])
-
-
-def _parts(value: Flat | tree.Tree) -> Iterator[dict[str, Tensor]]:
-    """Yield whole leaves by path: those of one bucket after the other, or all at once."""
-    if not isinstance(value, Flat):
-        yield dict(zip(tree.paths(value), tree.leaves(value), strict=True))
-        return
-    for index in range(len(value.layout.buckets)):
-        inside = {
-            path
-            for path, position in zip(value.layout.paths, value.layout.positions, strict=True)
-            if value.layout.leaves[position].bucket == index
-        }
-        part = unshard(value, lambda path, leaf, inside=inside: path in inside)
-        yield dict(zip(tree.paths(part), tree.leaves(part), strict=True))
 
 
 def _held(path: str, leaf: DTensor, keep: Sequence[str]) -> list[Placement]:

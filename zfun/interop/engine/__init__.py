@@ -2,23 +2,23 @@
 
 =================  ===================================================================
 ``_engine``        the class: calls and steps; see [Note: the engine]
-``_passes``        backward passes, and the gradients of the next step
+``_passes``        backward passes, the gradients of the next step, and what drops them
 ``_held``          the state, and values of the module
 ``_calls``         calls in training and without gradients
 ``_live``          the module reads its parameters from the state
 ``_parameter``     parameters outside of calls
 ``_grad_sum``      the gradients of a step
-``_compile``       ``torch.compile`` of blocks
+``_methods``       methods of live modules, and ``torch.compile`` of blocks
 ``_groups``        parameter groups of torch optimizers as pure optimizers
 ``_torch_states``  ``state_dict()`` of torch optimizers
 ``_values``        buffers, whole leaves, states of other trained leaves
 =================  ===================================================================
 """
 
-from zfun.interop.engine._compile import compile_blocks
 from zfun.interop.engine._engine import Engine
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
-from zfun.interop.engine._torch_states import TORCH_NAMES, group_numbers, torch_numbers
+from zfun.interop.engine._methods import compile_blocks
+from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers, with_group_numbers
 from zfun.interop.engine._values import EngineBuffers, named_leaves
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "EngineBuffers",
     "ParamGroups",
     "compile_blocks",
-    "group_numbers",
     "named_leaves",
     "torch_numbers",
+    "with_group_numbers",
 ]

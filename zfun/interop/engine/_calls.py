@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zfun.collectives import Group
-from zfun.evaluation import Evaluation, evaluate
+from zfun.evaluation import evaluate
 from zfun.interop.engine._live import LiveModule
 from zfun.recipes import Zero, ZeroState
 from zfun.transforms import Tape
@@ -25,26 +25,17 @@ class Calls:
 
     The order in which a function uses parameters is remembered by function: a step of the loop, the
     module, a part of the module that is called alone.
-
-    Args:
-        live: of the module.
-        group: the ranks of the state.
-        is_sharded: whether parameters are gathered, as at stage 3.
     """
 
     def __init__(self, live: LiveModule, group: Group, *, is_sharded: bool) -> None:
         self._live, self._group, self._is_sharded = live, group, is_sharded
-        self._functions: dict[Hashable, Callable[[Any, Any], Any]] = {}
-        self._evaluation = self._fresh()
         self._uneven: Callable[[Any], Any] | None = None
-
-    def _fresh(self) -> Evaluation[Any]:
-        return evaluate(self._function(), self._group)
+        self.reset()
 
     def reset(self) -> None:
         """Forget the orders of use, because the layout changes."""
-        self._functions.clear()
-        self._evaluation = self._fresh()
+        self._functions: dict[Hashable, Callable[[Any, Any], Any]] = {}
+        self._evaluation = evaluate(self._function(), self._group)
 
     @property
     def is_inside(self) -> bool:

@@ -19,33 +19,30 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 import zfun.recipes as recipes
-from zfun import checkpoint, optim
+from zfun import optim
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError, ZfunError
 from zfun.interop.engine._calls import Calls
-from zfun.interop.engine._compile import adopt_compiled, compile_blocks
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import LiveModule, check_free
+from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
 from zfun.interop.engine._values import (
     EngineBuffers,
     carried,
-    leaves_of,
+    deferred_values,
     named_leaves,
-    whole_values,
 )
 from zfun.placement import S
-from zfun.recipes import StepInfo, Zero, ZeroState
-from zfun.sources import Deferred
+from zfun.recipes import StepInfo, Zero
 from zfun.transforms import Tape
 
 
@@ -123,17 +120,12 @@ class Engine(Passes):
         check_free(module)
         adopt_compiled(module)
         self.module, self.accumulate, self.clip_norm = module, accumulate, clip_norm
-        self.grad_norm: float | None = None
-        self._clips = clip_norm is not None
+        self._clips, self._optimizer = clip_norm is not None, optimizer
         self._extra = dict(extra or {})
         self._params = {**named_leaves(module), **self._extra}
         self._dtypes = {name: param.dtype for name, param in self._params.items()}
-        self.keeps_grads = False
-        self.plain_scale = 1.0
-        self.has_module = True
         chosen = {"group": group, "precision": precision, "trainable": trainable}
         chosen = {name: value for name, value in chosen.items() if value is not None}
-        self._groups: ParamGroups | None = None
         if isinstance(zero, Zero):
             own = [(optimizer, None, "optimizer"), (clip_norm, None, "clip_norm")]
             own += [(buffers, "rank 0", "buffers")]
@@ -143,8 +135,7 @@ class Engine(Passes):
                     f"{', '.join(beside)} beside a recipe that is made already; pass them to "
                     "zf.zero()"
                 )
-            self._options: dict[str, Any] | None = None
-            self.recipe: Zero = zero
+            self.recipe = zero
         else:
             options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
             if twice := [name for name in (*chosen, "num_micro_batches") if name in options]:
@@ -152,18 +143,17 @@ class Engine(Passes):
                     f"an option of an engine stands once; got {', '.join(twice)} in zero= too; "
                     "remove it there, and pass accumulate= for num_micro_batches"
                 )
-            self._options = {"group": None, **options, **chosen}
-            if self._options["group"] is None:
+            self._options = {**options, **chosen}
+            if self._options.get("group") is None:
                 self._options["group"] = process_group()
             if isinstance(optimizer, ParamGroups):
                 self._groups = optimizer
             elif isinstance(optimizer, torch.optim.Optimizer):
                 self._groups = ParamGroups(optimizer, self._params)
-            self._optimizer = optimizer
             self.recipe = self._composed()
         given = values or {}
         first = {name: given.get(name, x.detach()) for name, x in self._params.items()}
-        self._state: ZeroState = self.recipe.init(first, init=init)
+        self._state = self.recipe.init(first, init=init)
         for param in self._params.values():
             if param.is_meta:
                 leave_meta(param, self._state.params.layout.device)
@@ -172,9 +162,7 @@ class Engine(Passes):
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
-        self._defers = False
         self._tapes: list[weakref.ref[Tape]] = []
-        self._is_bound = False
         if self._is_sharded:
             self._hide()
         self._live.enter(self.run, self.zero_grad)
@@ -183,7 +171,6 @@ class Engine(Passes):
 
     def _composed(self) -> Zero:
         """Compose the recipe for the leaves that are trained now."""
-        assert self._options is not None
         if self._groups is None:
             rule = optim.as_optimizer(self._optimizer)
             if self.clip_norm is not None:
@@ -234,8 +221,8 @@ class Engine(Passes):
         self.prepare()
         out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
         take, check = weakref.WeakMethod(self._take), weakref.WeakMethod(self._check_pass)
-        tape.deliver = lambda grads: None if (found := take()) is None else found(grads)
-        tape.check = lambda: None if (found := check()) is None else found()
+        tape.deliver = lambda grads: None if (method := take()) is None else method(grads)
+        tape.check = lambda: None if (method := check()) is None else method()
         self._tapes = [ref for ref in self._tapes if ref() is not None] + [weakref.ref(tape)]
         return out
 
@@ -254,9 +241,8 @@ class Engine(Passes):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.generate`` without gradients; ranks may generate different lengths."""
-        with self.uneven() as module, torch.no_grad():
-            found: Any = module
-            return found.generate(*args, **kwargs)
+        with self.uneven(), torch.no_grad():
+            return self.module.generate(*args, **kwargs)  # pyrefly: ignore[not-callable]
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks of the module with ``torch.compile``.
@@ -280,7 +266,7 @@ class Engine(Passes):
         self._regroup()
 
     def _regroup(self) -> None:
-        """Look for other trained leaves, or groups."""
+        """Go on with other trained leaves or groups, if there are any."""
         if self._groups is None or not self._groups.refresh():
             return
         if self._sum.num_passes:
@@ -288,23 +274,9 @@ class Engine(Passes):
                 "trained parameters change between steps; got a change between the micro-batches "
                 "of a step; unfreeze parameters, or add a group, after engine.step()"
             )
-        self._retrain()
-
-    def _retrain(self) -> None:
-        """Go on with another set of trained leaves, or of groups."""
-        old, specs = self._state, leaves_of(self._state)
-        device = old.params.layout.device
-        values = {
-            name: Deferred(
-                name,
-                torch.empty(param.shape, dtype=specs[name], device="meta"),
-                lambda name=name: whole_values(old, {name}, masters=True)[name],
-                device,
-            )
-            for name, param in self._params.items()
-        }
         self.recipe = self._composed()
-        self._state = carried(old, self.recipe.init(values))
+        values = deferred_values(self._state, self._params, masters=True)
+        self._state = carried(self._state, self.recipe.init(values))
         self._calls.reset()
         self._show()
 
@@ -395,88 +367,6 @@ class Engine(Passes):
                 "zf.optim; read engine.state.opt_state"
             )
         return self._groups
-
-    # Values that end the calls of a step.
-
-    def close(self) -> None:
-        """Let the module be a plain one with whole values; every rank must call.
-
-        Values have the dtypes that the module had, from master weights where there are some.
-        """
-        self._live.check_unwritten()
-        if self._is_sharded or self._dtypes != leaves_of(self._state):
-            values = whole_values(self._state, frozenset(self._params), masters=True)
-            self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
-        self._begin()
-        self._live.release()
-
-    def hand_over(self) -> dict[str, Deferred]:
-        """Let another engine take the module; every rank must call.
-
-        The moments are dropped, and this engine refuses to go on.
-
-        Returns:
-            At stage 3 the values by name, which the module does not have until the other engine
-            takes them; else nothing.
-        """
-        self._live.check_unwritten()
-        self._begin()
-        self._live.release()
-        device = self._state.params.layout.device
-        kept: Any = self._state._replace(opt_state=None, buffers=None)
-        self._state, self.has_module = _Taken(), False  # pyrefly: ignore[bad-assignment]
-        if not self._is_sharded:
-            return {}
-        own = {id(param) for param in self.module.parameters()}
-        return {
-            name: Deferred(
-                name,
-                torch.empty(param.shape, dtype=param.dtype, device="meta"),
-                lambda name=name: whole_values(kept, {name})[name],
-                device,
-            )
-            for name, param in self.leaves.items()
-            if id(param) in own
-        }
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take whole values by the module's own names; every rank must call.
-
-        Moments and counts stay. Gradients since the last step are dropped.
-
-        Args:
-            values: as :meth:`state_dict` returns, the same on every rank.
-
-        Raises:
-            SpecMismatch: names are missing or unknown, or a shape differs.
-        """
-        self.replace(values, strict=True)
-        self._begin()
-
-    def load(self, path: str | Path, **options: Any) -> Any:
-        """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
-
-        Args:
-            path: of :meth:`save` or :func:`zfun.save`.
-            options: of :func:`zfun.load`.
-
-        Returns:
-            The plain values of the caller.
-        """
-        loaded = checkpoint.load(path, self.state, **options)
-        self.state = loaded.state
-        self._begin()
-        return loaded.data
-
-
-class _Taken:
-    """The state of an engine whose module another engine has."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise OptionError(
-            "an engine goes on while it has its module; got one whose module a later engine has "
-            "taken; use the later engine"
-        )
 
 
 def _no_loss(params: Any, batch: Any) -> Any:

@@ -17,36 +17,23 @@ from zfun.transforms import add_grads, redistribute, scale_grads
 
 
 class Told(NamedTuple):
-    """The sums over the ranks that a step needs.
-
-    Attributes:
-        pairs: for each backward pass the loss and the weight.
-        flags: for each flag whether any rank has raised it.
-    """
+    """The loss and the weight of each backward pass, and each flag that any rank has raised."""
 
     pairs: Tensor
     flags: list[bool]
 
 
 class GradSum:
-    """The sum of gradients over the backward passes of a step.
-
-    Args:
-        group: the ranks of the state.
-
-    Attributes:
-        grads: so far; ``None`` before the first pass.
-        has_run: whether the pass that runs has reached the parameters.
-        is_weighted: whether the passes are those of weighted means.
-    """
+    """The sum of gradients over the backward passes of a step."""
 
     def __init__(self, group: Group) -> None:
         self.grads: Flat | None = None
+        # Whether the pass that runs has reached the parameters.
         self.has_run = False
-        self._mesh = sum_group(group)
-        self._group = group
-        self._fresh: Flat | None = None
+        # Whether the passes are those of weighted means.
         self.is_weighted = False
+        self._group, self._mesh = group, sum_group(group)
+        self._fresh: Flat | None = None
         self._pairs: list[Tensor] = []
         # Whether the passes have the default scale, and no weight.
         self._kinds: set[tuple[bool, bool]] = set()
@@ -105,35 +92,27 @@ class GradSum:
         return Told(summed[:first].view(-1, 2), [x > 0 for x in summed[first:].tolist()])
 
     def add_strays(self, strays: Mapping[str, Tensor], params: Flat) -> None:
-        """Add gradients that backward has left in single tensors; every rank must call.
-
-        Args:
-            strays: by name, of this rank; may be empty.
-            params: the parameters.
-        """
+        """Add gradients that backward has left in tensors of this rank; every rank must call."""
         if (True, False) in self._kinds:
             raise OptionError(
                 "a weighted mean has gradients of calls of the engine alone; got a gradient of "
                 f"{next(iter(strays), 'a leaf on another rank')!r} from outside; compute the loss "
                 "in engine.run(), or return a plain mean"
             )
-        layout, like = params.layout, self.grads
-        whole = {
-            slot.path: strays[slot.path].detach()
+        layout, like, mesh = params.layout, self.grads, self._mesh
+        whole = [
+            strays[slot.path].detach()
             if slot.path in strays
             else torch.zeros(slot.shape, dtype=slot.dtype, device=layout.device)
             for slot in layout.leaves
-        }
-        given = tree.unflatten(
-            layout.spec, [whole[layout.leaves[position].path] for position in layout.positions]
-        )
+        ]
+        values = tree.unflatten(layout.spec, [whole[position] for position in layout.positions])
         dtypes = (
             [torch.promote_types(bucket.dtype, torch.float32) for bucket in layout.buckets]
             if like is None
             else [buffer.dtype for buffer in like.buffers]
         )
-        mesh = self._mesh
-        partial = ravel(given, layout, mesh, P, scale=1.0 / mesh.size, dtypes=dtypes)
+        partial = ravel(values, layout, mesh, P, scale=1.0 / mesh.size, dtypes=dtypes)
         partial = partial.with_missed({x.path: None for x in layout.leaves if x.path not in strays})
         if like is None:
             over = self._group if params.placement is S else mesh
@@ -143,12 +122,7 @@ class GradSum:
         self.grads = add_grads(like, partial)
 
     def result(self, told: Told, accumulate: int) -> tuple[Any, Tensor]:
-        """Return the gradients and the loss of the step.
-
-        Args:
-            told: of this step.
-            accumulate: the number of passes of a step, over which plain losses are averaged.
-        """
+        """Return the gradients and the loss of the step; plain losses are averaged."""
         is_mean, is_plain = next(iter(self._kinds), (False, True))
         losses = told.pairs[:, 0]
         if is_plain:

@@ -7,16 +7,14 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from zfun import optim
 from zfun.errors import OptionError
-from zfun.interop import ds_config
-from zfun.interop._configured import rule_of_group
-from zfun.interop._torch_rules import Rule, rule_of
+from zfun.interop._configured import Rule, rule_of
 from zfun.optim import Optimizer
 
 # The label of leaves that require a gradient and are in no group.
@@ -36,10 +34,6 @@ class ParamGroups:
             the norm and are not clipped, as in ``clip_grad_norm_(model.parameters())``.
         norm_of_all: whether a parameter that requires a gradient and is in no group counts for the
             norm of the gradient, as in ``clip_grad_norm_(model.parameters())``; it keeps its value.
-        rule: ``rule(optimizer, group)``: the function that makes a pure optimizer, and the options.
-
-    Attributes:
-        optimizer: as given.
     """
 
     def __init__(
@@ -49,17 +43,16 @@ class ParamGroups:
         *,
         extra: Collection[str] = (),
         norm_of_all: bool = False,
-        rule: Callable[[Any, Mapping[str, Any]], Rule] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.extra = frozenset(extra)
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
         self._norm_of_all = norm_of_all
-        self._rule = rule or _rule_of
         self._seen: Any = None
         self._retained: set[str] = set()
         self._fixed: dict[str, dict[str, Any]] = {}
+        # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
         self.refresh()
         if not set(self.labels.values()) - {_NO_GROUP}:
@@ -84,16 +77,8 @@ class ParamGroups:
         params = [p for group in self.groups for p in group["params"]]
         return {self._names[id(p)]: i for i, p in enumerate(params) if id(p) in self._names}
 
-    def strangers(self) -> list[nn.Parameter]:
-        """Return the parameters of the groups that the module does not have."""
-        return [p for group in self.groups for p in group["params"] if id(p) not in self._names]
-
     def retain(self, names: Iterable[str]) -> None:
-        """Take parameters of the groups as trained, as in an earlier run, though they are frozen.
-
-        Args:
-            names: of the parameters.
-        """
+        """Take parameters of the groups as trained, as in an earlier run, though frozen now."""
         self._retained |= set(names)
         self._seen = None
 
@@ -103,9 +88,8 @@ class ParamGroups:
         A leaf that was trained stays so, also while ``requires_grad`` is ``False``.
         """
         seen = [[id(p) if p.requires_grad else 0 for p in group["params"]] for group in self.groups]
-        others = (
-            [p.requires_grad for p in self._params.values()] if self._norm_of_all else list[bool]()
-        )
+        more = self._params.items() if self._norm_of_all else ()
+        others = [p.requires_grad for _, p in more]
         if self._seen == (seen, others):
             return False
         self._seen = (seen, others)
@@ -116,43 +100,35 @@ class ParamGroups:
                 name = self._names.get(id(param))
                 if name is not None and (param.requires_grad or name in stays):
                     self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
-        if self._norm_of_all:
-            for name, param in self._params.items():
-                if param.requires_grad:
-                    self.labels.setdefault(name, _NO_GROUP)
+        for name, param in more:
+            if param.requires_grad:
+                self.labels.setdefault(name, _NO_GROUP)
         return self.labels != before
 
     def pure(self, max_norm: float | None = None) -> Optimizer:
-        """Return the optimizer as a pure one, by label.
+        """Return the optimizer as a pure one, by label, with the first bound of the norm.
 
-        Args:
-            max_norm: the first bound of the gradient's norm; :data:`UNBOUNDED` for none at first,
-                ``None`` for none ever.
+        Without a bound no step ever clips; :data:`UNBOUNDED` may be replaced between steps.
         """
-        made = self._made()
-        rules = {
-            label: optim.inject_hyperparams(make)(**options)
-            for label, (make, options) in made.items()
-        }
-        self._fixed = {label: _fixed(options) for label, (_, options) in made.items()}
+        own: dict[str, Optimizer] = {}
+        rest: dict[str, Optimizer] = {}
+        for label, (make, options) in self._made().items():
+            rules = rest if label.startswith(_EXTRA) else own
+            rules[label] = optim.inject_hyperparams(make)(**options)
+            self._fixed[label] = _fixed(options)
         if _NO_GROUP in self.labels.values():
-            rules[_NO_GROUP] = optim.scale(0.0)
+            own[_NO_GROUP] = optim.scale(0.0)
         labels = dict(self.labels)
-        own = {label: rule for label, rule in rules.items() if not label.startswith(_EXTRA)}
-        sums_itself = [x for x in own.values() if x.partial is not None]
-        rule = (
-            sums_itself[0]
-            if sums_itself and len(own) == 1
-            else optim.by_label(own, lambda path, leaf: labels[path])
-        )
+        of_labels = lambda rules: optim.by_label(rules, lambda path, leaf: labels[path])
+        alone = next(iter(own.values())) if len(own) == 1 else None
+        rule = of_labels(own) if alone is None or alone.partial is None else alone
         if max_norm is not None:
             clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
             rule = optim.chain(clip, rule)
-        if len(own) == len(rules):
+        if not rest:
             return rule
-        rest = {label: rule for label, rule in rules.items() if label.startswith(_EXTRA)}
         return optim.by_label(
-            {"model": rule, "extra": optim.by_label(rest, lambda path, leaf: labels[path])},
+            {"model": rule, "extra": of_labels(rest)},
             lambda path, leaf: "extra" if path in self.extra else "model",
         )
 
@@ -186,7 +162,7 @@ class ParamGroups:
         """Mark that the optimizer has stepped, for which schedulers of torch ask."""
         self.torch_optimizer._opt_called = True
 
-    def numbers(self) -> list[dict[str, Any]]:
+    def named(self) -> list[dict[str, Any]]:
         """Return the options of the groups, with names of parameters in place of tensors."""
         return [
             {
@@ -199,19 +175,11 @@ class ParamGroups:
     def _made(self) -> dict[str, Rule]:
         used = set(self.labels.values())
         return {
-            label: self._rule(self.torch_optimizer, group)
+            label: rule_of(self.torch_optimizer, group)
             for index, group in enumerate(self.groups)
             for label in (str(index), f"{_EXTRA}{index}")
             if label in used
         }
-
-
-def _rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
-    """Return the rule of a group of an optimizer of torch, or of a configuration."""
-    configured = getattr(optimizer, "rule", None)
-    if isinstance(configured, ds_config.Rule):
-        return rule_of_group(configured, group)
-    return rule_of(getattr(optimizer, "torch_class", type(optimizer)), group)
 
 
 def _fixed(options: Mapping[str, Any]) -> dict[str, Any]:

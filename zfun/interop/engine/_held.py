@@ -14,21 +14,21 @@ from zfun import checkpoint, optim, stores, tree
 from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import OptionError
 from zfun.flat import leaf_spans, unravel
-from zfun.interop._named import state_dict_of, with_values
+from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_values
 from zfun.interop.engine._live import LiveModule
-from zfun.interop.engine._values import EngineBuffers, leaves_of, whole_by_bucket, whole_values
+from zfun.interop.engine._values import EngineBuffers, leaves_of, whole_values
 from zfun.placement import S
 from zfun.recipes import ZeroState
 
+# The parts of a state that offload() moves.
+_PARTS = ("parameters", "the optimizer's state")
+
 
 class Held:
-    """A module with a state, whose values are read, written, saved and loaded.
-
-    Attributes:
-        module: the module.
-    """
+    """A module with a state, whose values are read, written, saved and loaded."""
 
     module: nn.Module
+    has_module = True
     _params: dict[str, nn.Parameter]
     _extra: dict[str, nn.Parameter]
     # The dtypes that the module had.
@@ -38,7 +38,7 @@ class Held:
     _live: LiveModule
     _group: Group
     _is_sharded: bool
-    _is_bound: bool
+    _is_bound = False
     # The parts of the state that are in host memory for a while.
     _away: frozenset[str] = frozenset()
 
@@ -61,8 +61,7 @@ class Held:
             return
         for flat in (self._state.params, self._state.frozen):
             if flat is not None:
-                values = unravel(stores.resident(flat))
-                self._live.show(dict(zip(tree.paths(values), tree.leaves(values), strict=True)))
+                self._live.show(named(unravel(stores.resident(flat))))
 
     def _hide(self) -> None:
         """Let the module's parameters have no values, at stage 3."""
@@ -79,9 +78,9 @@ class Held:
             optimizer: whether the optimizer's state moves, with the master weights.
             pin: whether to copy into pinned memory, where there is an accelerator.
         """
-        parts = {"parameters": params, "the optimizer's state": optimizer}
-        self._away |= {name for name, is_chosen in parts.items() if is_chosen}
-        for x in self._tensors(self._away):
+        chosen = zip(_PARTS, (params, optimizer), strict=True)
+        self._away |= {name for name, is_chosen in chosen if is_chosen}
+        for x in self._away_tensors():
             if x.device.type != "cpu":
                 host = torch.empty_like(x, device="cpu", pin_memory=pin)
                 x.data = host.copy_(x)
@@ -89,19 +88,15 @@ class Held:
 
     def reload(self) -> None:
         """Move the parts of the state back that :meth:`offload` has moved."""
-        for x in self._tensors(self._away):
+        for x in self._away_tensors():
             x.data = x.to(self._state.params.layout.device)
         self._away = frozenset()
         self._show()
 
-    def _tensors(self, parts: frozenset[str]) -> list[Tensor]:
-        state = self._state
-        chosen: list[Any] = []
-        if "parameters" in parts:
-            chosen += [state.params, state.frozen]
-        if "the optimizer's state" in parts:
-            chosen.append(state.opt_state)
-        return [x for x in tree.leaves(chosen) if isinstance(x, Tensor)]
+    def _away_tensors(self) -> list[Tensor]:
+        parts = ((self._state.params, self._state.frozen), self._state.opt_state)
+        away = [x for name, x in zip(_PARTS, parts, strict=True) if name in self._away]
+        return [x for x in tree.leaves(away) if isinstance(x, Tensor)]
 
     def _check_here(self, what: str, *parts: str) -> None:
         """Refuse what needs parts of the state that are in host memory."""
@@ -204,10 +199,11 @@ class Held:
                 time, and gets none.
         """
         self._live.check_unwritten()
-        values = dict(whole_by_bucket(self._state, keep=keep))
-        if not keep:
-            return {}
-        return state_dict_of(self.module, {**values, **self._buffers.named()})
+        values: dict[str, Tensor] = {}
+        for flat in (self._state.params, self._state.frozen):
+            for part in whole_by_bucket(flat) if flat is not None else ():
+                values |= part if keep else {}
+        return state_dict_of(self.module, values | self._buffers.named()) if keep else {}
 
     def replace(self, values: Mapping[str, Any], *, strict: bool = False) -> None:
         """Take whole values by any names of the module; every rank must call.

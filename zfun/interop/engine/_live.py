@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zfun.errors import OptionError, PlacementError
+from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
@@ -49,25 +49,9 @@ def check_free(module: nn.Module) -> None:
 def live_of(module: nn.Module) -> LiveModule | None:
     """Return the state of a module that is live as a whole; ``None`` for another module."""
     params = module._parameters
-    if isinstance(params, LiveParameters) and params.live.is_of(module):
+    if isinstance(params, LiveParameters) and params.live.module is module:
         return params.live
     return None
-
-
-class Owner(Protocol):
-    """The holder of the values of a live module."""
-
-    def gathered(self, name: str) -> Tensor:
-        """Return a whole value; every rank must call."""
-        ...
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Take a whole value of rank 0; every rank must call."""
-        ...
-
-    def show_grads(self, name: str) -> None:
-        """Move the gradients since the last step to ``.grad``; every rank must call."""
-        ...
 
 
 class LiveParameters(dict[str, Any]):
@@ -97,7 +81,7 @@ class LiveParameters(dict[str, Any]):
                     value = tensor_of(value)
                 return live.read(name, value) if live.is_special else value
         elif live.kept is not None:
-            return live.again(super().__getitem__(key))
+            return live.of_call(super().__getitem__(key))
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, param: Any) -> None:
@@ -139,32 +123,30 @@ class LiveModule:
     Args:
         module: the module.
         params: the parameters of the module by name.
-        owner: of the values.
+        owner: the engine with the values.
         extra: parameters of the state that the module does not have, which stay plain.
-
-    Attributes:
-        bound: the tensors of the call that runs, by name; ``None`` outside of calls.
-        kept: the tensors of the last call, for blocks that backward runs again.
-        read_without_gradient: the names that a call has read with gradients off.
-        strays: at stage 3, tensors with a gradient that were gathered outside of calls, by name.
-        marks: by name, attributes of a parameter that the tensors of calls have too.
     """
 
     def __init__(
         self,
         module: nn.Module,
         params: Mapping[str, nn.Parameter],
-        owner: Owner,
-        extra: Mapping[str, nn.Parameter] | None = None,
+        owner: Any,
+        extra: Mapping[str, nn.Parameter],
     ) -> None:
+        # The tensors of the call that runs, by name.
         self.bound: Mapping[str, Any] | None = None
+        # The tensors of the last call, for blocks that backward runs again.
         self.kept: Mapping[str, Any] | None = None
+        # The names that a call has read with gradients off.
         self.read_without_gradient: set[str] = set()
+        # At stage 3, tensors with a gradient that were gathered outside of calls, by name.
         self.strays: dict[str, Tensor] = {}
+        # By name, attributes of a parameter that the tensors of calls have too.
         self.marks: dict[str, Mapping[str, Any]] = {}
+        self.module, self._owner = module, weakref.ref(owner)
         self._names = {id(param): name for name, param in params.items()}
-        self._params = dict(params)
-        self._owner = weakref.ref(owner)
+        self._params, self._shown = dict(params), {**params, **extra}
         self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}
@@ -173,32 +155,30 @@ class LiveModule:
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
         self._read: list[tuple[str, Tensor, int]] = []
-        self._module = module
         for part in module.modules():
             part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
         for param in params.values():
             LiveParameter.adopt(param, self)
-        self._shown = {**params, **(extra or {})}
 
     def enter(self, run: Callable[..., Any], zero_grad: Callable[..., Any]) -> None:
         """Let calls of the module, and of parts with parameters, be calls of an engine."""
         inside = {
             id(x)
-            for part in self._module.modules()
+            for part in self.module.modules()
             if getattr(part.forward, "is_whole", False)
             for x in part.modules()
             if x is not part
         }
-        for part in self._module.modules():
+        for part in self.module.modules():
             # Compiled code runs the parts of a block as they are.
             if id(part) not in inside and next(part.parameters(), None) is not None:
                 part.forward = LiveForward(part, "forward", run, self)
-        self._module.__dict__["zero_grad"] = LiveMethod(self._module, "zero_grad", zero_grad, self)
+        self.module.__dict__["zero_grad"] = LiveMethod(self.module, "zero_grad", zero_grad, self)
 
     def wrap(self, name: str, run: Callable[..., Any]) -> None:
         """Let a method of the module be one of an engine, which is called with the module's own."""
-        own = getattr(self._module, name)
-        self._module.__dict__[name] = LiveMethod(self._module, name, run, self, own)
+        own = getattr(self.module, name)
+        self.module.__dict__[name] = LiveMethod(self.module, name, run, self, own)
         self._methods.add(name)
 
     def release(self) -> None:
@@ -206,12 +186,12 @@ class LiveModule:
         self.leave("forward", *self._methods)
         for param in self._params.values():
             LiveParameter.release(param)
-        for part in self._module.modules():
+        for part in self.module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
 
     def leave(self, *names: str) -> None:
         """Let methods of the module and of its parts be plain ones again."""
-        for part in self._module.modules():
+        for part in self.module.modules():
             for name in names:
                 entry = part.__dict__.get(name)
                 if isinstance(entry, LiveMethod):
@@ -221,12 +201,7 @@ class LiveModule:
 
     @contextlib.contextmanager
     def lending(self, tensors: Mapping[str, Any], *, keeps: bool) -> Iterator[None]:
-        """Let the module read these tensors, as a context.
-
-        Args:
-            tensors: by name.
-            keeps: whether backward may read the tensors later.
-        """
+        """Let the module read these tensors, which backward may read later if it ``keeps`` them."""
         before, self.bound = self.bound, tensors
         marks = self._quiet, self._hooks
         self.read_without_gradient = set()
@@ -248,40 +223,28 @@ class LiveModule:
 
     def read(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of a call, or what the parameter's hooks and marks make of it."""
-        value = self._hooked_value(name, value)
+        if value.requires_grad:
+            if name in self._quiet:
+                value = value.detach()
+            elif not torch.is_grad_enabled():
+                self.read_without_gradient.add(name)
+            elif (hooks := self._hooks.get(name)) and id(value) not in self._hooked:
+                self._hooked.add(id(value))
+                for hook in hooks.values():
+                    value.register_hook(hook)
         if marks := self.marks.get(name):
             value.__dict__.update(marks)
         return value
 
-    def _hooked_value(self, name: str, value: Tensor) -> Tensor:
-        if not value.requires_grad:
-            return value
-        if name in self._quiet:
-            return value.detach()
-        if not torch.is_grad_enabled():
-            self.read_without_gradient.add(name)
-        elif (hooks := self._hooks.get(name)) and id(value) not in self._hooked:
-            self._hooked.add(id(value))
-            for hook in hooks.values():
-                value.register_hook(hook)
-        return value
-
-    def again(self, param: Any) -> Any:
-        """Return the tensor of the last call in place of a parameter, inside of backward."""
-        if self.kept is None or torch._C._current_graph_task_id() == -1:
+    def of_call(self, param: Any) -> Any:
+        """Return the tensor in place of a parameter of the call that runs, or runs again."""
+        tensors, name = self.bound, self.name_of(param)
+        # Dynamo, which traces this before any backward pass, does not know the task.
+        if tensors is None and self.kept is not None and torch._C._current_graph_task_id() != -1:
+            tensors = self.kept
+        if tensors is None or name is None:
             return param
-        name = self.name_of(param)
-        if name is None:
-            return param
-        value = self.kept[name]
-        return self.read(name, tensor_of(value) if type(value) is LazyLeaf else value)
-
-    def of_call(self, param: nn.Parameter) -> Any:
-        """Return the tensor of the call that runs in place of a parameter, if a call runs."""
-        name = self.name_of(param)
-        if self.bound is None or name is None:
-            return self.again(param)
-        value = self.bound[name]
+        value = tensors[name]
         return self.read(name, tensor_of(value) if type(value) is LazyLeaf else value)
 
     def outside(self, param: Tensor, name: str) -> Tensor:
@@ -296,10 +259,9 @@ class LiveModule:
 
     def show_grads(self, param: nn.Parameter) -> None:
         """Let ``.grad`` have the gradients, outside of calls and of backward."""
-        owner = self._owner()
         is_outside = self.bound is None and torch._C._current_graph_task_id() == -1
-        if is_outside and owner is not None and (name := self.name_of(param)) is not None:
-            owner.show_grads(name)
+        if is_outside and self.owner is not None and (name := self.name_of(param)) is not None:
+            self.owner.show_grads(name)
 
     def end(self) -> None:
         """End a step: values that were gathered outside of calls are old from now on."""
@@ -328,14 +290,13 @@ class LiveModule:
                 f"leaf {name!r}; write between the steps",
                 leaf=name,
             )
-        own = self._params[name]
+        own, new = self._params[name], (value.shape, value.dtype, value.device)
         with torch._C.DisableTorchFunctionSubclass():
-            kept = own.shape, own.dtype, own.device
-        if (value.shape, value.dtype, value.device) != kept:
+            old = own.shape, own.dtype, own.device
+        if new != old:
             raise PlacementError(
-                f"a parameter of an engine keeps shape, dtype and device; leaf {name!r} is "
-                f"{kept}; got {(value.shape, value.dtype, value.device)}; cast or move the module "
-                "before you make the engine",
+                f"a parameter of an engine keeps shape, dtype and device; leaf {name!r} is {old}; "
+                f"got {new}; cast or move the module before you make the engine",
                 leaf=name,
             )
         self._values().write(name, value)
@@ -345,13 +306,9 @@ class LiveModule:
         """Whether a read of the call that runs needs more than the tensor."""
         return bool(self._quiet or self._hooks or self.marks) or not torch.is_grad_enabled()
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether a module is the whole one."""
-        return self._module is module
-
     @property
-    def owner(self) -> Owner | None:
-        """The holder of the values; ``None`` if it is gone."""
+    def owner(self) -> Any:
+        """The engine; ``None`` if it is gone."""
         return self._owner()
 
     def name_of(self, param: Any) -> str | None:
@@ -365,15 +322,22 @@ class LiveModule:
     def hide(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Let parameters of these names have no values of their own."""
         for name, dtype in dtypes.items():
-            LiveParameter.hide(self._params[name], dtype)
+            param = self._params[name]
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                # No number, so that code which reads the memory by itself cannot go on unnoticed.
+                number = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+                empty = torch.full((), number, dtype=dtype, device=param.device)
+                param.data = empty.expand(param.shape)
         self._hidden |= dtypes.keys()
 
     def show(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be these tensors, whole."""
         self._hidden -= values.keys()
-        for name, value in values.items():
-            if name in self._shown:
-                self._versions[name] = LiveParameter.show(self._shown[name], value)
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self._shown.items():
+                if name in values:
+                    param.data = values[name]
+                    self._versions[name] = param._version
 
     def expose(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be plain ones with these values, until :meth:`cover`."""
@@ -395,7 +359,7 @@ class LiveModule:
                 is_written = param._version != version and name not in self._hidden
             if is_written:
                 raise self._written(name)
-        seen = list(self._read)
+        seen = self._read.copy()
         self._read.clear()
         for name, counter, version in seen:
             if counter._version != version:
@@ -418,61 +382,10 @@ class LiveModule:
         counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
         self._read.append((name, counter, value._version))
 
-    def _values(self) -> Owner:
-        owner = self._owner()
-        if owner is None:
+    def _values(self) -> Any:
+        if self.owner is None:
             raise OptionError(
                 "the values of a sharded parameter are with an engine; got a parameter whose "
                 "engine is gone; keep the engine"
             )
-        return owner
-
-
-class LiveMethod:
-    """A method of a live module, or of a part, that the engine runs.
-
-    Args:
-        module: the module.
-        name: of the method.
-        run: a method of the engine.
-        live: the state of the module.
-        first: arguments before those of a call.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, run: Callable[..., Any], live: LiveModule, *first: Any
-    ) -> None:
-        self._first = first
-        self.own = getattr(module, name)
-        self.is_attribute = name in module.__dict__
-        self.__wrapped__ = self.own
-        self._live = live
-        self._run = weakref.WeakMethod(run)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._run()
-        return self.own(*args, **kwargs) if run is None else run(*self._first, *args, **kwargs)
-
-    def of_copy(self, replace: Callable[[Any], Any]) -> Any:
-        """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
-        return replace(self.own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the method of the copy of the module."""
-        own = self.own
-        if isinstance(own, types.MethodType):
-            return types.MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
-        return copy.deepcopy(own, memo)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.own.__self__, self.own.__name__)
-
-
-class LiveForward(LiveMethod):
-    """The ``forward`` of a part of a live module: outside of calls, a call of the engine."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._live.bound is not None:
-            return self.own(*args, **kwargs)
-        run = self._run()
-        return self.own(*args, **kwargs) if run is None else run(self.own, *args, **kwargs)
+        return self.owner

@@ -10,7 +10,7 @@ host may share the memory of a parameter, so that each rank's own write would co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,11 @@ from zfun.errors import PlacementError
 from zfun.transforms.call._lazy import METADATA
 
 
-class State(Protocol):
-    """The methods of a live module that its parameters call."""
-
-    strays: dict[str, Tensor]
-
-    def name_of(self, param: Any) -> str | None: ...
-    def is_hidden(self, name: str) -> bool: ...
-    def of_call(self, param: Any) -> Any: ...
-    def outside(self, param: Tensor, name: str) -> Tensor: ...
-    def write(self, name: str, value: Tensor) -> None: ...
-    def watch(self, name: str, value: Tensor) -> None: ...
-    def show_grads(self, param: Any) -> None: ...
-
-
 class _LiveTensor:
     """The operations of parameters and of their ``.data``."""
 
-    _live: State
+    # The LiveModule.
+    _live: Any
     # The parameter: the object itself, or that of which the object is the data.
     _param: Any
 
@@ -100,23 +87,6 @@ class LiveParameter(_LiveTensor, nn.Parameter):
             delattr(param, name)
         param.__class__ = nn.Parameter
 
-    @staticmethod
-    def hide(param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Drop the values of a parameter."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            # No number, so that code which reads the memory by itself cannot go on unnoticed.
-            empty = torch.zeros((), dtype=dtype, device=param.device)
-            if empty.is_floating_point() or empty.is_complex():
-                empty.fill_(torch.nan)
-            param.data = empty.expand(param.shape)
-
-    @staticmethod
-    def show(param: nn.Parameter, value: Tensor) -> int:
-        """Let a parameter be a tensor; return its version."""
-        with torch._C.DisableTorchFunctionSubclass():
-            param.data = value
-            return param._version
-
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         with torch._C.DisableTorchFunctionSubclass():
             if not self._live.is_hidden(_name_of(self)):
@@ -125,15 +95,11 @@ class LiveParameter(_LiveTensor, nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            with torch.no_grad():
-                whole = _plain(self).detach().clone()
-            memo[id(self)] = nn.Parameter(whole, self.requires_grad)
+            memo[id(self)] = nn.Parameter(_copy_of(self), self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        with torch.no_grad():
-            whole = _plain(self).detach().clone()
-        return nn.Parameter(whole, self.requires_grad).__reduce_ex__(proto)
+        return nn.Parameter(_copy_of(self), self.requires_grad).__reduce_ex__(proto)
 
 
 class LiveData(_LiveTensor, torch.Tensor):
@@ -143,12 +109,10 @@ class LiveData(_LiveTensor, torch.Tensor):
         return repr(self._param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with torch.no_grad():
-            return _plain(self).detach().clone()
+        return _copy_of(self)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        with torch.no_grad():
-            return _plain(self).detach().clone().__reduce_ex__(proto)
+        return _copy_of(self).__reduce_ex__(proto)
 
 
 def leave_meta(param: nn.Parameter, device: torch.device) -> None:
@@ -177,6 +141,11 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple, dict):
         return tree.map(_plain, value)
     return value
+
+
+@torch.no_grad()
+def _copy_of(value: Any) -> Tensor:
+    return _plain(value).detach().clone()
 
 
 def _read(value: Any) -> Tensor:
@@ -215,7 +184,7 @@ def _in_place(
             "under torch.no_grad()"
         )
     with torch.no_grad():
-        whole = _plain(first).detach().clone()
+        whole = _copy_of(first)
         result = func(whole, *map(_plain, rest), **{k: _plain(x) for k, x in kwargs.items()})
         _write(first, whole)
     return first if result is whole else result

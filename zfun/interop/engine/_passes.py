@@ -1,22 +1,26 @@
-"""Backward passes of a live module, and the gradients of the next step."""
+"""Backward passes of a live module, the gradients of the next step, and what drops them."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfun import tree
-from zfun.errors import ZfunError
+from zfun import checkpoint
+from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat
+from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import Held
+from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
 from zfun.reductions import global_norm
+from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
 
 # The engine whose backward() runs, for the hooks of autograd, also on other threads.
@@ -24,24 +28,17 @@ _RUNNING = "zfun.interop.engine"
 
 
 class Passes(Held):
-    """A module with a state, and the sum of the gradients since the last step.
-
-    Attributes:
-        accumulate: how many calls of ``backward`` make a step.
-        keeps_grads: whether gradients that backward has left in ``.grad`` stay there after a step,
-            as in torch, until ``zero_grad``.
-        plain_scale: the weight of the gradients of a ``loss.backward()``, as ``scale`` of
-            :meth:`backward`.
-    """
+    """A module with a state, and the sum of the gradients since the last step."""
 
     accumulate: int
-    keeps_grads: bool
-    plain_scale: float
-    _groups: ParamGroups | None
+    grad_norm: float | None = None
+    keeps_grads = False
+    plain_scale = 1.0
+    _groups: ParamGroups | None = None
     # The calls since the last step.
     _tapes: list[weakref.ref[Tape]]
     # Whether no call of backward() ends the micro-batches of a step.
-    _defers: bool
+    _defers = False
 
     def backward(
         self,
@@ -102,7 +99,10 @@ class Passes(Held):
                 "backward() takes a loss of outputs of this engine since its last step; got a loss "
                 "that depends on none of them; call backward() of the engine that made the outputs"
             )
-        self._sum.count(total.detach(), weight, 1.0 if scale is None else scale)
+        self._count(total.detach(), weight, 1.0 if scale is None else scale)
+
+    def _count(self, total: Tensor, weight: Any, scale: float) -> None:
+        self._sum.count(total, weight, scale)
         self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
 
     @property
@@ -126,8 +126,7 @@ class Passes(Held):
             self._sum.check(1.0, None)
             self._sum.begin(weighted=False)
             device = self._state.params.layout.device
-            self._sum.count(torch.full((), torch.nan, device=device), None, 1.0)
-            self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
+            self._count(torch.full((), torch.nan, device=device), None, 1.0)
 
     def _take(self, grads: Flat) -> None:
         """Add the gradients of a backward pass."""
@@ -182,14 +181,10 @@ class Passes(Held):
         self._settle()
         grads, _, _ = self._collected()
         if self._groups is not None and self._groups.extra:
-            extra = self._groups.extra
-            layout = grads.layout
-            own = [
-                i
-                for i, x in enumerate(layout.buckets)
-                if layout.leaves[x.leaves[0]].path not in extra
-            ]
-            grads = grads.select(own)
+            leaves, buckets = grads.layout.leaves, enumerate(grads.layout.buckets)
+            grads = grads.select(
+                [i for i, x in buckets if leaves[x.leaves[0]].path not in self._groups.extra]
+            )
         return global_norm(grads) / self.loss_scale
 
     def _strays(self) -> dict[str, Tensor]:
@@ -233,7 +228,7 @@ class Passes(Held):
         whole = unshard(self._sum.grads)
         self._sum.grads, self._ready = None, None
         with torch._C.DisableTorchFunctionSubclass():
-            for path, grad in zip(tree.paths(whole), tree.leaves(whole), strict=True):
+            for path, grad in named(whole).items():
                 param = self._params[path]
                 param.grad = grad.detach().to(param.dtype)
                 self._shown[path] = weakref.ref(param.grad), param.grad._version
@@ -274,6 +269,77 @@ class Passes(Held):
             yield
         finally:
             self._defers = before
+
+    # Values that end the calls of a step.
+
+    def close(self) -> None:
+        """Let the module be a plain one with whole values; every rank must call.
+
+        Values have the dtypes that the module had, from master weights where there are some.
+        """
+        self._live.check_unwritten()
+        if self._is_sharded or self._dtypes != leaves_of(self._state):
+            values = whole_values(self._state, frozenset(self._params), masters=True)
+            self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
+        self._begin()
+        self._live.release()
+
+    def hand_over(self) -> dict[str, Deferred]:
+        """Let another engine take the module; every rank must call.
+
+        The moments are dropped, and this engine refuses to go on.
+
+        Returns:
+            At stage 3 the values by name, which the module does not have until the other engine
+            takes them; else nothing.
+        """
+        self._live.check_unwritten()
+        self._begin()
+        self._live.release()
+        rest: Any = self._state._replace(opt_state=None, buffers=None)
+        self._state, self.has_module = _Taken(), False  # pyrefly: ignore[bad-assignment]
+        own = {id(param) for param in self.module.parameters()}
+        params = {name: x for name, x in self.leaves.items() if id(x) in own}
+        return deferred_values(rest, params) if self._is_sharded else {}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Take whole values by the module's own names; every rank must call.
+
+        Moments and counts stay. Gradients since the last step are dropped.
+
+        Args:
+            values: as :meth:`state_dict` returns, the same on every rank.
+
+        Raises:
+            SpecMismatch: names are missing or unknown, or a shape differs.
+        """
+        self.replace(values, strict=True)
+        self._begin()
+
+    def load(self, path: str | Path, **options: Any) -> Any:
+        """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
+
+        Args:
+            path: of :meth:`save` or :func:`zfun.save`.
+            options: of :func:`zfun.load`.
+
+        Returns:
+            The plain values of the caller.
+        """
+        loaded = checkpoint.load(path, self.state, **options)
+        self.state = loaded.state
+        self._begin()
+        return loaded.data
+
+
+class _Taken:
+    """The state of an engine whose module another engine has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OptionError(
+            "an engine goes on while it has its module; got one whose module a later engine has "
+            "taken; use the later engine"
+        )
 
 
 def _running() -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
-from zfun.interop._named import write_leaves
+from zfun.interop._named import named, write_leaves
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._values import is_flat, parts_of
 from zfun.optim import MissedSteps
@@ -29,12 +29,10 @@ _GIVEN = ".inner.given."
 def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[str, Tensor]]:
     """Return the numbers that torch keeps for each tensor, by leaf: of those that took a step.
 
-    Args:
-        state: of a run.
-        whole: also of the other leaves, and counts that torch does not keep.
+    If ``whole``, also of the other leaves, and counts that torch does not keep.
     """
     parts = dict(zip(*parts_of(state.opt_state), strict=True))
-    found: dict[str, dict[str, Tensor]] = {}
+    numbers: dict[str, dict[str, Tensor]] = {}
     for path, part in parts.items():
         owner, field = _owner(path)
         if not is_flat(part) or field == _MASTER:
@@ -46,48 +44,41 @@ def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[st
         for leaf in part.layout.paths:
             steps = count - state.missed.counts.get(leaf, 0)
             if steps or whole:
-                step = {"step": torch.tensor(float(steps))} if counts else {}
-                found.setdefault(leaf, {}).update({k: x.clone() for k, x in beside.items()}, **step)
-    return found
+                entry = numbers.setdefault(leaf, {})
+                entry |= {name: x.clone() for name, x in beside.items()}
+                entry |= {"step": torch.tensor(float(steps))} if counts else {}
+    return numbers
 
 
-def group_numbers(state: ZeroState) -> dict[int, dict[str, float]]:
-    """Return the numbers that steps have written into parameter groups, by group.
-
-    Args:
-        state: of a run with :class:`ParamGroups`.
-    """
-    found: dict[int, dict[str, float]] = {}
+def with_group_numbers(groups: list[dict[str, Any]], state: ZeroState) -> list[dict[str, Any]]:
+    """Return parameter groups with the numbers that steps have written into them."""
     for path, part in zip(*parts_of(state.opt_state), strict=True):
         if _GROUP in path:
             index, name = _group_of(path, _GROUP)
-            found.setdefault(index, {})[name] = part.item()
-    return found
+            groups[index][name] = part.item()
+    return groups
 
 
 def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -> dict[str, Any]:
     """Return the state of an optimizer in torch's form; every rank must call.
 
-    Args:
-        state: of a run.
-        groups: of the optimizer.
-        whole: of every leaf, and with master weights, which torch does not have.
+    If ``whole``, of every leaf, and with master weights, which torch does not have.
     """
-    positions, numbers = groups.positions(), torch_numbers(state, whole=whole)
-    entries: dict[str, dict[str, Any]] = dict(numbers)
+    positions, entries = groups.positions(), torch_numbers(state, whole=whole)
+    stepped = set(entries)
     for path, part in zip(*parts_of(state.opt_state), strict=True):
         field = _owner(path)[1]
         if is_flat(part) and (whole or field != _MASTER):
-            leaves = unshard(part)
-            for leaf, value in zip(tree.paths(leaves), tree.leaves(leaves), strict=True):
-                if whole or leaf in numbers:
+            for leaf, value in named(unshard(part)).items():
+                if whole or leaf in stepped:
                     name = TORCH_NAMES.get(field, field)
                     entries.setdefault(leaf, {})[name] = value.detach().clone()
     saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)["param_groups"]
-    for index, written in group_numbers(state).items():
-        saved[index].update(written)
     by_position = {positions[leaf]: entry for leaf, entry in entries.items()}
-    return {"state": dict(sorted(by_position.items())), "param_groups": saved}
+    return {
+        "state": dict(sorted(by_position.items())),
+        "param_groups": with_group_numbers(saved, state),
+    }
 
 
 def with_torch_state(
@@ -95,15 +86,7 @@ def with_torch_state(
 ) -> ZeroState:
     """Return a state that goes on where an optimizer of torch was; every rank must call.
 
-    Args:
-        state: of a run; not to be used again.
-        groups: of the optimizer, which take the numbers of its groups.
-        given: as ``optimizer.state_dict()`` returns.
-        whole: whether every leaf must be there, as :func:`torch_state` with ``whole`` has them.
-
-    Raises:
-        SpecMismatch: an entry has another shape, or leaves of one group have different counts.
-        CheckpointError: ``whole``, and a moment is missing; or a number of a group is.
+    The old state is not to be used again. If ``whole``, every leaf must be there.
     """
     optimizer, entries = groups.torch_optimizer, given.get("state", {})
     numbers = {"state": dict[int, Any](), "param_groups": given["param_groups"]}
@@ -168,10 +151,8 @@ def _filled(
 ) -> Flat:
     shapes = {slot.path: slot.shape for slot in part.layout.leaves}
     values: dict[str, Tensor] = {}
-    for leaf, entry in entries.items():
-        if leaf not in shapes:
-            continue
-        value = entry.get(name)
+    for leaf in filter(shapes.__contains__, entries):
+        value = entries[leaf].get(name)
         if value is None and whole:
             raise CheckpointError(
                 "load_state_dict() of an engine's optimizer takes the moments of each leaf; got "

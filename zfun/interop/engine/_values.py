@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -15,7 +15,7 @@ from zfun import stores, tree
 from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
-from zfun.interop._named import masters_of, write_leaves
+from zfun.interop._named import masters_of, named, write_leaves
 from zfun.layout import layout_of
 from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
@@ -27,15 +27,12 @@ from zfun.transforms import check_agreement, unshard
 def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that a state takes, by name; tied ones under the first name.
 
-    A parameter of another class, such as a quantised weight, stays whole in the module.
-
-    Raises:
-        LeafError: a parameter of another class that is trained, or has no shape yet.
+    A frozen parameter of another class, such as a quantised weight, stays whole in the module.
     """
-    found: dict[str, nn.Parameter] = {}
+    leaves: dict[str, nn.Parameter] = {}
     for name, param in module.named_parameters():
         if type(param) is nn.Parameter:
-            found[name] = param
+            leaves[name] = param
         elif isinstance(param, UninitializedTensorMixin):
             raise LeafError(
                 f"a parameter has a shape; leaf {name!r} is a {type(param).__name__}; call the "
@@ -49,7 +46,7 @@ def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
                 "train an adapter beside it",
                 leaf=name,
             )
-    return found
+    return leaves
 
 
 def leaves_of(state: ZeroState) -> dict[str, torch.dtype]:
@@ -61,52 +58,36 @@ def leaves_of(state: ZeroState) -> dict[str, torch.dtype]:
 def whole_values(
     state: ZeroState, names: set[str] | frozenset[str], *, masters: bool = False
 ) -> dict[str, Tensor]:
-    """Return whole values by name, on every rank; every rank must call with the same names.
-
-    Args:
-        state: of a run.
-        names: the leaves.
-        masters: whether a leaf with a master weight has the value of the master weight.
-    """
+    """Return whole values by name, of master weights if asked; every rank must call."""
     flats = [state.params, state.frozen, state.buffers]
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for flat in (*flats, *(masters_of(state.opt_state) if masters else ())):
         if isinstance(flat, Flat) and names.intersection(flat.layout.paths):
-            part = unshard(flat, lambda path, leaf: path in names)
-            found |= {
-                path: leaf
-                for path, leaf in zip(tree.paths(part), tree.leaves(part), strict=True)
-                if isinstance(leaf, Tensor)
-            }
-    return found
+            values |= named(unshard(flat, lambda path, leaf: path in names))
+    return values
 
 
-def whole_by_bucket(state: ZeroState, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole parameters by name; one bucket at a time is gathered, and dropped if not kept."""
-    for flat in (state.params, state.frozen):
-        if flat is None:
-            continue
-        for bucket in flat.layout.buckets:
-            names = {flat.layout.leaves[leaf].path for leaf in bucket.leaves}
-            found = whole_values(state._replace(buffers=None), names)
-            yield from found.items() if keep else ()
+def deferred_values(
+    state: ZeroState, params: Mapping[str, Tensor], *, masters: bool = False
+) -> dict[str, Deferred]:
+    """Return whole values of parameters, each gathered when it is needed."""
+    dtypes, device = leaves_of(state), state.params.layout.device
+    return {
+        name: Deferred(
+            name,
+            torch.empty(param.shape, dtype=dtypes[name], device="meta"),
+            lambda name=name: whole_values(state, {name}, masters=masters)[name],
+            device,
+        )
+        for name, param in params.items()
+    }
 
 
 class EngineBuffers:
-    """The buffers of a live module, which are views of the state's.
+    """The buffers of a live module, which are views of one flat value, ``flat``.
 
     As under DDP, a module writes its own buffers, in place or by assignment, and before the next
     step all ranks have those of rank 0, or what another rule says.
-
-    Args:
-        module: the module.
-        rule: ``"rank 0"``, ``"mean"`` or ``"by rank"``.
-        group: the ranks.
-        init: ``"check"`` or ``"broadcast"``.
-        values: first values by name.
-
-    Attributes:
-        flat: of all buffers; ``None`` if there are none.
     """
 
     def __init__(
@@ -120,24 +101,19 @@ class EngineBuffers:
         self._module, self._rule, self._group = module, rule, group
         self._seen: dict[str, tuple[int, int]] = {}
         self.flat: Flat | None = None
-        for owner, key, name in self._places():
-            made = values.get(name)
-            if owner._buffers[key].is_meta and made is not None:  # pyrefly: ignore
-                owner._buffers[key] = made.load() if isinstance(made, Deferred) else made
-        if (found := self.named()) and rule != "by rank":
+        for prefix, owner in module.named_modules():
+            for key, buffer in owner._buffers.items():
+                value = values.get(f"{prefix}.{key}" if prefix else key)
+                if buffer is not None and buffer.is_meta and value is not None:
+                    owner._buffers[key] = value.load() if isinstance(value, Deferred) else value
+        if (named := self.named()) and rule != "by rank":
             ranks = sum_group(group)
             if init == "broadcast":
-                for name, value in broadcast(found, ranks, 0, name="buffers").items():
-                    found[name].copy_(value)
+                for name, value in broadcast(named, ranks, 0, name="buffers").items():
+                    named[name].copy_(value)
             else:
-                check_agreement(found, ranks)
+                check_agreement(named, ranks)
         self.refresh()
-
-    def _places(self) -> Iterator[tuple[nn.Module, str, str]]:
-        for prefix, owner in self._module.named_modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None:
-                    yield owner, key, f"{prefix}.{key}" if prefix else key
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name, detached."""
@@ -160,18 +136,16 @@ class EngineBuffers:
         if ranks.size == 1 or self._rule == "by rank" or not any(changed):
             self.refresh()
             return
-        found = {
-            name: x
-            for (name, x), is_new in zip(self.named().items(), changed, strict=True)
-            if is_new
-        }
+        named = self.named()
+        pairs = zip(named.items(), changed, strict=True)
+        new = {name: x for (name, x), is_new in pairs if is_new}
         merged = (
-            broadcast({name: x.contiguous() for name, x in found.items()}, ranks, 0, name="buffers")
+            broadcast({name: x.contiguous() for name, x in new.items()}, ranks, 0, name="buffers")
             if self._rule == "rank 0"
-            else merge_buffers(found, ranks, lambda path, leaf: self._rule)
+            else merge_buffers(new, ranks, lambda path, leaf: self._rule)
         )
         for name, value in merged.items():
-            found[name].copy_(value)
+            named[name].copy_(value)
         self.refresh()
 
     def refresh(self) -> None:
@@ -180,13 +154,13 @@ class EngineBuffers:
         if not named:
             self.flat = None
             return
-        layout = layout_of({name: x.detach() for name, x in named.items()})
-        old = None if self.flat is None else dict(unravel(self.flat))
-        if old is None or any(
+        old: Any = {} if self.flat is None else unravel(self.flat)
+        if any(
             name not in old or old[name].data_ptr() != x.data_ptr() or old[name].shape != x.shape
             for name, x in named.items()
         ):
-            self.flat = ravel({n: x.detach() for n, x in named.items()}, layout, self._group)
+            values = self.named()
+            self.flat = ravel(values, layout_of(values), self._group)
             for name, view in unravel(self.flat).items():
                 named[name].data = view
         self._seen = {name: _mark(x) for name, x in named.items()}
@@ -209,14 +183,10 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 
 
 def carried(old: ZeroState, new: ZeroState) -> ZeroState:
-    """Return a state of other trained leaves that goes on where an old one was.
+    """Return a new state of other trained leaves that goes on where an old one was.
 
     Moments and master weights of leaves that both train are those of the old state, and counts of
     optimizers that both have. Every rank must call.
-
-    Args:
-        old: the state so far.
-        new: made of the same values.
     """
     old_parts = dict(zip(*parts_of(old.opt_state), strict=True))
     trained = set(old.params.layout.paths)
@@ -248,9 +218,7 @@ def _with_leaf(part: Flat, leaf: str, field: str, old_parts: Mapping[str, Any]) 
     """Return a part of a state with the values that a leaf had in the same field of another."""
     for path, old in old_parts.items():
         if isinstance(old, Flat) and path.rpartition(".")[2] == field and leaf in old.layout.paths:
-            found = unshard(old, lambda name, _: name == leaf)
-            values = dict(zip(tree.paths(found), tree.leaves(found), strict=True))
-            return write_leaves(part, {leaf: values[leaf]})
+            return write_leaves(part, named(unshard(old, lambda name, _: name == leaf)))
     return part
 
 

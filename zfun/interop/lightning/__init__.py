@@ -11,7 +11,6 @@ that the strategy of the Trainer saves.
 ``_options``     the arguments of ``DeepSpeedStrategy`` as options of ``zf.zero``
 ``_precision``   the dtypes
 ``_runs``        forward, backward and steps, on engines
-``_meta``        values of modules on the ``meta`` device
 ``_checkpoint``  directories of ``zf.save``, and one file of them
 ===============  ==========================================================================
 """

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -46,19 +47,12 @@ def read_directories() -> None:
 
 
 def given_of(module: LightningModule, *, exclude_frozen: bool) -> dict[str, Any]:
-    """Return the module's ``state_dict()`` for a checkpoint, whose parameters are live.
-
-    Args:
-        module: the module.
-        exclude_frozen: whether to leave out parameters that are not trained.
-    """
-    if is_overridden("state_dict", module, nn.Module):
-        found = module.state_dict()
-    else:
-        found = module.state_dict(keep_vars=True)
+    """Return the module's ``state_dict()`` for a checkpoint, whose parameters are live."""
+    is_own = is_overridden("state_dict", module, nn.Module)
+    values = module.state_dict() if is_own else module.state_dict(keep_vars=True)
     return {
         key: value
-        for key, value in found.items()
+        for key, value in values.items()
         if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
     }
 
@@ -67,24 +61,21 @@ def packed(
     checkpoint: Mapping[str, Any], module: nn.Module, engines: Sequence[Engine]
 ) -> dict[str, Any]:
     """Return Lightning's part of a checkpoint as a plain value for ``zf.save``; all ranks call."""
-    known = {name for engine in engines for name in leaves_of(engine)}
-    first = first_names(module)
-    tensors: dict[str, str] = {}
+    states = [engine.state for engine in engines]
+    flats = [flat for x in states for flat in (x.params, x.frozen, x.buffers) if flat is not None]
+    known, first = {path for flat in flats for path in flat.layout.paths}, first_names(module)
+    names: dict[str, str] = {}
     others: dict[str, Any] = {}
     for key, value in checkpoint["state_dict"].items():
         if first.get(id(value)) in known:
-            tensors[key] = first[id(value)]
+            names[key] = first[id(value)]
         else:
             others[key] = value.detach() if isinstance(value, Tensor) else value
     rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
     buffer = io.BytesIO()
     torch.save({"checkpoint": rest, "others": others}, buffer)
-    return {
-        "lightning": _FORMAT,
-        "engines": len(engines),
-        "names": tensors,
-        "pickle": buffer.getvalue(),
-    }
+    numbers = {"lightning": _FORMAT, "engines": len(engines)}
+    return {**numbers, "names": names, "pickle": buffer.getvalue()}
 
 
 def plain(checkpoint: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
@@ -95,46 +86,41 @@ def plain(checkpoint: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str,
     return whole
 
 
-def read_extra(path: str | Path) -> dict[str, Any]:
-    """Return the caller's data of a checkpoint of the strategy.
+class Directory(NamedTuple):
+    """A directory: Lightning's part, values of ``state_dict()`` that are no leaves, and states."""
 
-    Raises:
-        CheckpointError: the directory has no checkpoint, or none that the strategy has saved.
-    """
-    found = zcheckpoint.read_manifest(zcheckpoint.step_path(path))
-    data = decode(found.data)
+    checkpoint: dict[str, Any]
+    others: dict[str, Any]
+    # The names of leaves, by key of the state_dict().
+    names: dict[str, str]
+    states: list[TrainingState]
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The values of the states, by name."""
+        return {name: x for s in self.states for name, x in {**s.params, **s.buffers}.items()}
+
+
+def opened(path: str | Path, *, weights_only: bool | None = None) -> Directory:
+    """Open a directory, without a group."""
+    data = decode(zcheckpoint.read_manifest(zcheckpoint.step_path(path)).data)
     if not isinstance(data, dict) or data.get("lightning") != _FORMAT:
         raise CheckpointError(
             f"a directory for ckpt_path= is one that ZfunStrategy has saved; got {str(path)!r}, "
             "which another program has saved; load the directory with zf.load()",
             path=str(path),
         )
-    return data
-
-
-def unpacked(
-    data: Mapping[str, Any], *, weights_only: bool | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return Lightning's checkpoint without tensors, and other values of ``state_dict()``."""
-    found = torch.load(
-        io.BytesIO(data["pickle"]), map_location="cpu", weights_only=bool(weights_only)
-    )
-    return found["checkpoint"], found["others"]
-
-
-def leaves_of(engine: Engine) -> list[str]:
-    """Return the names of the leaves of a state."""
-    parts = (engine.state.params, engine.state.frozen, engine.state.buffers)
-    return [path for part in parts if part is not None for path in part.layout.paths]
+    pickled = io.BytesIO(data["pickle"])
+    whole = torch.load(pickled, map_location="cpu", weights_only=bool(weights_only))
+    count = data["engines"]
+    parts = [{"params": f"{i}.params"} for i in range(count)] if count > 1 else [{}]
+    states = [zcheckpoint.training_state(path, **part) for part in parts]
+    return Directory(whole["checkpoint"], whole["others"], data["names"], states)
 
 
 @torch.no_grad()
 def take(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy values into a module that is not live; return those of values on ``meta``.
-
-    Raises:
-        CheckpointError: a parameter has no value.
-    """
+    """Copy values into a module that is not live; return those of values on ``meta``."""
     later: dict[str, Any] = {}
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if name in values:
@@ -151,26 +137,9 @@ def take(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     return later
 
 
-def states_of(path: str | Path, num_engines: int) -> list[TrainingState]:
-    """Open the training states of a checkpoint, without a group."""
-    if num_engines == 1:
-        return [zcheckpoint.training_state(path)]
-    return [zcheckpoint.training_state(path, params=f"{i}.params") for i in range(num_engines)]
-
-
-def opened(path: str, *, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Return Lightning's part of a directory, the values of leaves by name, and other values.
-
-    Args:
-        path: the directory.
-        weights_only: as in ``torch.load``, for Lightning's part.
-    """
-    data = read_extra(path)
-    checkpoint, others = unpacked(data, weights_only=weights_only)
-    leaves: dict[str, Any] = {x: y for x, y in others.items() if isinstance(y, Tensor)}
-    for state in states_of(path, data["engines"]):
-        leaves |= {**state.params, **state.buffers}
-    return {**checkpoint, "state_dict": {}, MARK: path}, leaves, others
+def joined(states: Sequence[Any]) -> Any:
+    """Return the states of engines as one value for ``zf.save`` and ``zf.load``."""
+    return states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
 
 
 def load_states_of(
@@ -179,15 +148,6 @@ def load_states_of(
     """Load the whole state of a directory into the engines of a fit, with the optimizers.
 
     Callbacks may have unfrozen parameters and added groups since the values were loaded.
-
-    Args:
-        checkpoint: of :func:`opened`.
-        engines: of a run.
-        groups: of the optimizers.
-
-    Raises:
-        CheckpointError: the checkpoint has another number of optimizers.
-        ValueError: the checkpoint has other groups, as from torch.
     """
     path = checkpoint[MARK]
     if len(checkpoint["optimizer_states"]) != len(engines):
@@ -203,22 +163,22 @@ def load_states_of(
         one.retain(numbers.get("trained", ()))
     for engine in engines:
         engine.prepare()
-    states = [engine.state for engine in engines]
-    like = states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
-    found = zcheckpoint.load(path, like).state
+    loaded = zcheckpoint.load(path, joined([engine.state for engine in engines])).state
     for index, engine in enumerate(engines):
         engine.zero_grad()
-        engine.state = found if len(states) == 1 else found[str(index)]
+        engine.state = loaded if len(engines) == 1 else loaded[str(index)]
 
 
 def _torch_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the param groups that a directory has by names, with places as in torch."""
-    found, first = list[dict[str, Any]](), 0
-    for group in saved["param_groups"]:
-        rest = {name: value for name, value in group.items() if name != "names"}
-        found.append({**rest, "params": list(range(first, first + len(group["names"])))})
-        first += len(group["names"])
-    return found
+    places = itertools.count()
+    return [
+        {
+            **{name: value for name, value in group.items() if name != "names"},
+            "params": [next(places) for _ in group["names"]],
+        }
+        for group in saved["param_groups"]
+    ]
 
 
 @takes(path=PATH, out=PATH, optimizer=BOOL)
@@ -255,23 +215,11 @@ def collate(path: str | Path, out: str | Path, *, optimizer: bool = False) -> Pa
 
 
 def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
-    """Return what a directory of the strategy would be as a file of plain Lightning.
-
-    Raises:
-        CheckpointError: as for :func:`collate`.
-    """
-    data = read_extra(path)
-    checkpoint, others = unpacked(data)
-    found = states_of(path, data["engines"])
-    values: dict[str, Any] = {}
-    for state in found:
-        values |= {**state.params, **state.buffers}
-    loaded: dict[str, Tensor] = {}
-    state_dict: dict[str, Any] = {}
-    for key, name in data["names"].items():
-        if name not in loaded:
-            loaded[name] = values[name].load()
-        state_dict[key] = loaded[name]
+    """Return what a directory of the strategy would be as a file of plain Lightning."""
+    checkpoint, others, names, states = directory = opened(path)
+    leaves = directory.leaves
+    tensors = {name: leaves[name].load() for name in dict.fromkeys(names.values())}
+    state_dict = {key: tensors[name] for key, name in names.items()}
     whole = {**checkpoint, "state_dict": {**state_dict, **others}}
     if optimizer and "optimizer_states" not in checkpoint:
         raise CheckpointError(
@@ -282,7 +230,7 @@ def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
     if optimizer:
         whole["optimizer_states"] = [
             _torch_state(state, saved)
-            for state, saved in zip(found, checkpoint["optimizer_states"], strict=True)
+            for state, saved in zip(states, checkpoint["optimizer_states"], strict=True)
         ]
     else:
         # Lightning then says that the file has parameters only.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -22,8 +20,7 @@ from zfun.collectives import process_group
 from zfun.errors import OptionError
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine
-from zfun.interop.lightning._meta import values_of
-from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
+from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._precision import Dtypes
 from zfun.interop.lightning._runs import (
     engine_options,
@@ -34,6 +31,7 @@ from zfun.interop.lightning._runs import (
     master_values,
     register_names,
     take_values_of_rank_0,
+    values_of,
 )
 
 
@@ -47,13 +45,8 @@ class ZfunFabricStrategy(DDPStrategy):
     Args:
         accelerator: Fabric's.
         config: a configuration of DeepSpeed, as for :class:`ZfunStrategy`.
-        parallel_devices: Fabric's.
-        cluster_environment: Fabric's.
-        checkpoint_io: Fabric's.
-        precision: Fabric's plugin; its dtypes are those of the state.
-        process_group_backend: of ``torch.distributed``.
-        timeout: of collectives.
-        options: as for :class:`ZfunStrategy`.
+        options: as for :class:`ZfunStrategy`; also Fabric's ``checkpoint_io`` and ``precision``,
+            the plugin whose dtypes are those of the state.
 
     Attributes:
         engines: one for each optimizer that was set up, and for each model without one.
@@ -67,25 +60,12 @@ class ZfunFabricStrategy(DDPStrategy):
         accelerator: Any = None,
         *,
         config: Mapping[str, Any] | str | Path | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
         **options: Any,
     ) -> None:
-        self._options, self._config = checked(options), given_config(config)
+        own, self._options = divided(options, "precision", "checkpoint_io")
+        self._config = given_config(config)
         self.engines: list[StepEngine] = []
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        super().__init__(accelerator=accelerator, **own)
         self._backward_sync_control = _EachBackward()
 
     @property
@@ -105,25 +85,25 @@ class ZfunFabricStrategy(DDPStrategy):
 
     def recipe(self) -> Recipe:
         """Return what becomes of each option; ``print(strategy.recipe())``."""
-        found = recipe_of(
-            self._config if self._config is not None else config_of(self._options),
+        recipe = recipe_of(
+            self._config,
             self._options,
             precision=self.precision.precision,
             world_size=self.world_size,
             accumulate=1,
             clip_norm=None,
         )
-        if found.rule is not None or found.scheduler is not None:
+        if recipe.rule is not None or recipe.scheduler is not None:
             raise OptionError(
                 "fabric.setup() takes the optimizer; got one, or a scheduler, in the configuration "
                 "too; remove it there"
             )
-        return found
+        return recipe
 
     # Models and optimizers become engines.
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a model, unless its values are made for the state."""
+        # The values of a model on meta are made for the state.
         if not is_on_meta(module):
             super().module_to_device(module)
 
@@ -169,17 +149,15 @@ class ZfunFabricStrategy(DDPStrategy):
         values = values_of(module, self.root_device, seed)
         options = engine_options(recipe, process_group(), values)
         groups = groups_of(optimizers, module)
+        bound = recipe.max_grad_norm or UNBOUNDED
         if not groups:
-            self.engines.append(StepEngine(module, optim.sgd(0.0), **options))
-            return
-        options["clip_norm"] = recipe.max_grad_norm or UNBOUNDED
-        engines = (
-            [StepEngine(module, groups[0], **options)]
-            if len(groups) == 1
-            else engines_of(module, groups, StepEngine, **options)
-        )
+            engines = [StepEngine(module, optim.sgd(0.0), **options)]
+        elif len(groups) == 1:
+            engines = [StepEngine(module, groups[0], clip_norm=bound, **options)]
+        else:
+            engines = engines_of(module, groups, StepEngine, clip_norm=bound, **options)
         self.engines += engines
-        for one, engine in zip(groups, engines, strict=True):
+        for one, engine in zip(groups, engines, strict=False):
             engine.is_trained = True
             attach(one.optimizer, engine)
 
@@ -199,7 +177,7 @@ class ZfunFabricStrategy(DDPStrategy):
                 f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                 "norm_type out"
             )
-        engine = engine_of(optimizer)
+        engine: StepEngine = optimizer.zfun_engine  # pyrefly: ignore[missing-attribute]
         norm = engine.norm()
         dtype = optimizer.param_groups[0]["params"][0].dtype
         norm = norm.to(torch.promote_types(dtype, torch.float32))
@@ -229,10 +207,7 @@ class ZfunFabricStrategy(DDPStrategy):
         """Take whole values, also into master weights. All ranks call."""
         load_values(module, self.engines, state_dict, strict=strict)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of the strategy."""
-        register_names(cls, strategy_registry)
+    register_strategies = classmethod(register_names)
 
 
 class _EachBackward(_BackwardSyncControl):
@@ -270,17 +245,15 @@ class StepEngine(Engine):
     run = torch.compiler.disable(Engine.run)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         super().zero_grad(set_to_none)
         self.is_clean = True
 
     def show_grads(self, name: str) -> None:
-        """Show the gradients, of which there are none after a step."""
+        # After a step there are none, so code that drops what it sees drops all.
         super().show_grads(name)
         self.is_clean = True
 
     def step(self, *, boundary: bool | None = None) -> Any:
-        """Step."""
         if not self.is_clean:
             raise OptionError(
                 "a step drops the gradients, where torch would keep them; got two steps without "
@@ -306,15 +279,12 @@ class _Stepped:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         self.zfun_engine.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's form, whole. All ranks call."""
         return self.zfun_engine.optimizer_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take torch's form. All ranks call."""
         self.zfun_engine.load_optimizer_state(state_dict)
 
     # A scheduler that wraps step() looks for its mark.
@@ -329,8 +299,3 @@ def attach(optimizer: Any, engine: StepEngine) -> None:
     optimizer.torch_class = cls
     optimizer.__class__ = type(cls.__name__, (_Stepped, cls), {})
     optimizer.zfun_engine, optimizer.zfun_bound = engine, engine.clip_norm
-
-
-def engine_of(optimizer: Any) -> StepEngine:
-    """Return the engine that an optimizer steps."""
-    return optimizer.zfun_engine

@@ -21,16 +21,7 @@ from zfun.interop.lightning._options import dtype_of
 
 
 class Dtypes(FabricPrecision):
-    """The dtypes of a run; no autocast runs, because the state has the dtypes.
-
-    Args:
-        precision: ``"32-true"``, or one of ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` and
-            ``"16-mixed"``. Both forms of a narrow dtype keep parameters in it beside float32
-            master weights, as DeepSpeed does.
-
-    Raises:
-        OptionError: another precision.
-    """
+    """The dtypes of a run; no autocast runs, because the state has the dtypes."""
 
     def __init__(self, precision: str) -> None:
         self.precision: Any = precision

@@ -10,7 +10,9 @@ ranks. Parameters are sharded between hooks, as the stage says.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,27 +22,25 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from zfun import optim
-from zfun.collectives import Group, split
+from zfun.collectives import Group
 from zfun.errors import OptionError
+from zfun.interop._configured import zero_options
+from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, named_leaves
 from zfun.recipes import StepInfo
+from zfun.sources import Deferred
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
 
 class AutomaticRun:
-    """One engine, whose calls are hooks of the module.
-
-    Args:
-        module: the module.
-        engine: of the module.
-    """
+    """One engine, whose calls are hooks of the module."""
 
     def __init__(self, module: LightningModule, engine: Engine) -> None:
         self.engines, self.module = [engine], module
 
-    def hook(self, name: str, args: Any, kwargs: Any) -> Any:
+    def hook(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a hook of the module."""
         return self.engines[0].run(getattr(self.module, name), *args, **kwargs)
 
@@ -49,24 +49,17 @@ class AutomaticRun:
         self.engines[0].backward(loss, *args, scale=1.0, **kwargs)
 
     def step(self, index: int) -> StepInfo | None:
-        """Step."""
         return self.engines[index].step(boundary=True)
 
 
 class ManualRun:
-    """An engine for each optimizer; see [Note: manual optimization].
-
-    Args:
-        module: the module.
-        engines: of the parameters of each optimizer.
-        group: the ranks.
-    """
+    """An engine for each optimizer; see [Note: manual optimization]."""
 
     def __init__(self, module: LightningModule, engines: Sequence[Engine], group: Group) -> None:
         self.engines, self.module = list(engines), module
         self._buffers = EngineBuffers(module, "rank 0", group, "broadcast", {})
 
-    def hook(self, name: str, args: Any, kwargs: Any) -> Any:
+    def hook(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a hook on whole parameters."""
         if torch.is_grad_enabled():
             self._buffers.merge(self._buffers.changed())
@@ -88,28 +81,8 @@ class ManualRun:
 
 
 def engine_options(recipe: Recipe, group: Group, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an engine beside module, optimizer and bound.
-
-    Args:
-        recipe: the options of ``zf.zero``.
-        group: the ranks.
-        values: the first values.
-    """
-    if recipe.rows is not None:
-        mesh = split(group, recipe.rows)
-        group = mesh if recipe.secondary else mesh.inner
-    return {
-        "zero": {
-            "stage": recipe.stage,
-            "precision": recipe.precision,
-            "offload": recipe.offload(),
-            "compression": recipe.compression,
-            "schedule": recipe.schedule,
-            "bucket_bytes": recipe.bucket_bytes,
-        },
-        "group": group,
-        "values": values,
-    }
+    """Return the arguments of an engine beside module, optimizer and bound."""
+    return {"zero": zero_options(recipe, group), "values": values}
 
 
 def build(
@@ -119,18 +92,7 @@ def build(
     group: Group,
     values: Mapping[str, Any],
 ) -> AutomaticRun | ManualRun:
-    """Return the engines of a module, which is live afterwards.
-
-    Args:
-        module: with the values of rank 0 on all ranks.
-        groups: of the optimizers; none for an evaluation.
-        recipe: the options of ``zf.zero``.
-        group: the ranks.
-        values: the first values, by name.
-
-    Raises:
-        OptionError: options that do not go together.
-    """
+    """Make a module live: with an engine for each optimizer, or one for an evaluation."""
     options = engine_options(recipe, group, values)
     if not groups:
         return AutomaticRun(module, Engine(module, optim.sgd(0.0), **options))
@@ -153,24 +115,15 @@ def build(
 def engines_of(
     module: nn.Module, groups: Sequence[ParamGroups], make: type[EngineT], **options: Any
 ) -> list[EngineT]:
-    """Return an engine for each optimizer: of its own parameters, under their names in the module.
-
-    Args:
-        module: the module.
-        groups: of the optimizers.
-        make: the class of the engines.
-        options: of the engines.
-    """
-    holders: list[nn.Module] = []
-    for one in groups:
-        ids = {id(param) for group in one.groups for param in group["params"]}
-        holders.append(nn.Module())
-        own = {name: x for name, x in named_leaves(module).items() if id(x) in ids}
-        holders[-1]._parameters.update(own)
+    """Return an engine for each optimizer: of its parameters, under their names in the module."""
+    leaves = named_leaves(module)
     engines: list[EngineT] = []
     try:
-        for held, one in zip(holders, groups, strict=True):
-            engines.append(make(held, one, **options))
+        for one in groups:
+            ids = {id(param) for group in one.groups for param in group["params"]}
+            holder = nn.Module()
+            holder._parameters.update({name: x for name, x in leaves.items() if id(x) in ids})
+            engines.append(make(holder, one, **options))
     except BaseException:
         for engine in engines:
             engine.close()
@@ -179,12 +132,7 @@ def engines_of(
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[ParamGroups]:
-    """Return the groups of each optimizer of a module.
-
-    Raises:
-        OptionError: a parameter has two optimizers, or is none of the module's.
-        NotElementwiseError: an optimizer that needs whole tensors.
-    """
+    """Return the groups of each optimizer of a module."""
     leaves = named_leaves(module)
     own = {id(param) for param in module.parameters()}
     for optimizer in optimizers:
@@ -216,6 +164,48 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(param.is_meta for param in module.parameters())
 
 
+def values_of(module: nn.Module, device: torch.device, seed: int) -> dict[str, Any]:
+    """Return the values of parameters and buffers by name, for a state on a device.
+
+    Values on the ``meta`` device are made by ``reset_parameters`` when the state asks for a leaf,
+    from a seed that is equal on all ranks, so that no rank ever holds all of them.
+    """
+    values: dict[str, Any] = {}
+    names = first_names(module)
+    for prefix, owner in module.named_modules():
+        for key, x in [*owner._parameters.items(), *owner._buffers.items()]:
+            if x is None or (name := names[id(x)]) in values:
+                continue
+            if not x.is_meta:
+                values[name] = x.detach()
+                continue
+            if not callable(getattr(owner, "reset_parameters", None)):
+                raise OptionError(
+                    "remote_device='meta' makes values by reset_parameters(); leaf "
+                    f"{name!r} belongs to {type(owner).__name__}, which has no such method; "
+                    "write the method, or leave remote_device out",
+                    leaf=name,
+                )
+            made = functools.partial(_made, owner, key, zlib.crc32(prefix.encode()) ^ seed)
+            values[name] = Deferred(name, x.detach(), made, device)
+    return values
+
+
+def _made(owner: nn.Module, key: str, seed: int) -> Tensor:
+    """Make one value of a module, whose other values are made and dropped."""
+    fresh = copy.copy(owner)
+    fresh.__dict__["_parameters"] = dict(owner._parameters)
+    fresh.__dict__["_buffers"] = dict(owner._buffers)
+    fresh.__dict__["_modules"] = dict[str, nn.Module]()
+    fresh.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        fresh.reset_parameters()  # pyrefly: ignore[not-callable]
+    made = {**fresh._parameters, **fresh._buffers}[key]
+    assert made is not None
+    return made.detach()
+
+
 def take_values_of_rank_0(module: nn.Module, num_ranks: int) -> None:
     """Give all ranks the same values, as DDP does."""
     for tensor in [*module.parameters(), *module.buffers()] if num_ranks > 1 else ():
@@ -227,13 +217,11 @@ def register_names(cls: type, registry: Any) -> None:
     register = functools.partial(registry.register, override=True)
     register("zfun", cls, description="zfun, stage 2 or as configured")
     for stage in (1, 2, 3):
-        name = f"zfun_stage_{stage}"
-        register(name, cls, description=f"zfun, ZeRO stage {stage}", stage=stage)
-        offload: dict[str, Any] = {"offload_optimizer": True}
-        if stage == 3:
-            offload["offload_parameters"] = True
-        words = f"zfun, ZeRO stage {stage}, with state in host memory"
-        register(f"{name}_offload", cls, description=words, stage=stage, **offload)
+        name, words = f"zfun_stage_{stage}", f"zfun, ZeRO stage {stage}"
+        register(name, cls, description=words, stage=stage)
+        words, more = f"{words}, with state in host memory", {"offload_parameters": True}
+        options = {"stage": stage, "offload_optimizer": True, **(more if stage == 3 else {})}
+        register(f"{name}_offload", cls, description=words, **options)
 
 
 def master_values(values: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
@@ -254,12 +242,7 @@ def load_values(
     """Load ``module.state_dict()``, into master weights without rounding; all ranks call."""
     module.load_state_dict(values, strict=strict)
     own = module.state_dict(keep_vars=True)
+    given = [(id(x), values[key]) for key, x in own.items() if key in values]
     for engine in engines:
         names = {id(x): name for name, x in engine.leaves.items()}
-        engine.replace(
-            {
-                names[id(x)]: values[key]
-                for key, x in own.items()
-                if key in values and id(x) in names
-            }
-        )
+        engine.replace({names[key]: value for key, value in given if key in names})

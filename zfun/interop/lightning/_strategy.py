@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -28,10 +27,9 @@ from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop._named import first_names
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, group_numbers, torch_numbers
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
-from zfun.interop.lightning._meta import values_of
-from zfun.interop.lightning._options import checked, config_of, given_config, recipe_of
+from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
 from zfun.interop.lightning._runs import (
     AutomaticRun,
@@ -42,6 +40,7 @@ from zfun.interop.lightning._runs import (
     load_values,
     register_names,
     take_values_of_rank_0,
+    values_of,
 )
 
 
@@ -60,14 +59,11 @@ class ZfunStrategy(DDPStrategy):
             ``PL_DEEPSPEED_CONFIG_PATH`` names.
         gather_at_end: whether the module gets whole values on every rank after ``fit``. ``False``
             for a module that is larger than the memory of a host.
-        parallel_devices: Lightning's.
-        cluster_environment: Lightning's.
-        precision_plugin: Lightning's.
-        process_group_backend: of ``torch.distributed``, such as ``"gloo"``.
-        timeout: of collectives.
         options: the other arguments of Lightning's ``DeepSpeedStrategy``: ``stage`` (2 by
             default), ``offload_optimizer``, ``offload_parameters``, ``nvme_path``,
-            ``reduce_bucket_size``, ``loss_scale`` and so on, with the same defaults.
+            ``reduce_bucket_size``, ``loss_scale`` and so on, with the same defaults; also
+            Lightning's ``parallel_devices``, ``cluster_environment``, ``precision_plugin``,
+            ``process_group_backend`` such as ``"gloo"``, and ``timeout`` of collectives.
 
     Attributes:
         recipe: what became of each option, after setup; ``print(strategy.recipe)``.
@@ -85,23 +81,11 @@ class ZfunStrategy(DDPStrategy):
         *,
         config: Mapping[str, Any] | str | Path | None = None,
         gather_at_end: bool = True,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
         **options: Any,
     ) -> None:
-        self._options = checked(options)
+        own, self._options = divided(options, "precision_plugin")
         self._config = given_config(config)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        super().__init__(accelerator=accelerator, **own)
         self._gathers_at_end = gather_at_end
         self._groups: list[ParamGroups] = []
         self._run: AutomaticRun | ManualRun | None = None
@@ -157,7 +141,7 @@ class ZfunStrategy(DDPStrategy):
             self.model_to_device()
             take_values_of_rank_0(module, self.world_size)
         self.recipe = recipe_of(
-            self._config if self._config is not None else config_of(self._options),
+            self._config,
             self._options,
             precision=self.precision_plugin.precision,
             world_size=self.world_size,
@@ -168,7 +152,9 @@ class ZfunStrategy(DDPStrategy):
         self.setup_precision_plugin()
         seed = self.broadcast(torch.initial_seed())
         values = {**values_of(module, self.root_device, seed), **self._values}
-        self._run = build(module, self._groups, self.recipe, self._group(), values)
+        if self._ranks is None:
+            self._ranks = process_group()
+        self._run = build(module, self._groups, self.recipe, self._ranks, values)
         self._values = {}
         self._is_live = True
         self.barrier()
@@ -195,11 +181,6 @@ class ZfunStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         return groups_of(self.optimizers, module)
 
-    def _group(self) -> Group:
-        if self._ranks is None:
-            self._ranks = process_group()
-        return self._ranks
-
     def _own_module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
@@ -213,10 +194,10 @@ class ZfunStrategy(DDPStrategy):
 
     def _release(self) -> None:
         """Let the module be a plain one. All ranks call."""
-        if self._is_live:
-            self._is_live = False
-            for engine in self._running().engines:
-                engine.close()
+        engines = self._running().engines if self._is_live else ()
+        self._is_live = False
+        for engine in engines:
+            engine.close()
 
     def teardown(self) -> None:
         """End the run; the state stays for ``Trainer.save_checkpoint``."""
@@ -235,21 +216,13 @@ class ZfunStrategy(DDPStrategy):
 
     # Steps.
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` of the module."""
-        return self._running().hook("training_step", args, kwargs)
+    def _hook(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._running().hook(name, *args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``validation_step`` of the module."""
-        return self._running().hook("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``test_step`` of the module."""
-        return self._running().hook("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step`` of the module."""
-        return self._running().hook("predict_step", args, kwargs)
+    training_step = functools.partialmethod(_hook, "training_step")
+    validation_step = functools.partialmethod(_hook, "validation_step")
+    test_step = functools.partialmethod(_hook, "test_step")
+    predict_step = functools.partialmethod(_hook, "predict_step")
 
     def _running(self) -> AutomaticRun | ManualRun:
         assert self._run is not None
@@ -307,11 +280,12 @@ class ZfunStrategy(DDPStrategy):
         """Return the numbers of the optimizer; the moments are in the state."""
         index = self._index(optimizer)
         groups, state = self._groups[index], self._running().engines[index].state
-        found = {"numbers": torch_numbers(state), "trained": sorted(groups.labels)}
-        numbers = groups.numbers()
-        for place, written in group_numbers(state).items():
-            numbers[place].update(written)
-        return {"state": {}, "param_groups": numbers, **found}
+        return {
+            "state": {},
+            "param_groups": with_group_numbers(groups.named(), state),
+            "numbers": torch_numbers(state),
+            "trained": sorted(groups.labels),
+        }
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -336,10 +310,9 @@ class ZfunStrategy(DDPStrategy):
                 self.checkpoint_io.save_checkpoint(whole, path)
             self.barrier()
             return
-        states = [engine.state for engine in engines]
         zcheckpoint.save(
             path,
-            states[0] if len(states) == 1 else {str(i): state for i, state in enumerate(states)},
+            saved.joined([engine.state for engine in engines]),
             step=checkpoint["global_step"],
             keep=1,
             data=saved.packed(checkpoint, self._own_module(), engines),
@@ -352,12 +325,14 @@ class ZfunStrategy(DDPStrategy):
             # Lightning 2.5 does not have the argument.
             given = dict[str, Any]() if weights_only is None else {"weights_only": weights_only}
             return self.checkpoint_io.load_checkpoint(path, **given)
-        checkpoint, leaves, others = saved.opened(path, weights_only=weights_only)
+        directory = saved.opened(path, weights_only=weights_only)
+        others = directory.others
         if not self._live_engines():
-            self._values = saved.take(self._own_module(), leaves)
+            tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
+            self._values = saved.take(self._own_module(), {**tensors, **directory.leaves})
         if others:
             self._own_module().load_state_dict(others, strict=False)
-        return checkpoint
+        return {**directory.checkpoint, "state_dict": dict[str, Any](), saved.MARK: path}
 
     def _live_engines(self) -> Sequence[Engine]:
         """Return the engines, if the module is live."""
@@ -385,18 +360,11 @@ class ZfunStrategy(DDPStrategy):
         for engine, given in zip(engines, checkpoint["optimizer_states"], strict=False):
             engine.load_optimizer_state(given)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of the strategy."""
-        register_names(cls, strategy_registry)
+    register_strategies = classmethod(register_names)
 
 
 def _check_trainer(trainer: Trainer) -> None:
-    """Refuse options before anything is built.
-
-    Raises:
-        OptionError: an option of the trainer that cannot hold.
-    """
+    """Refuse options before anything is built."""
     if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         raise OptionError(
             "gradients are clipped by norm, because each rank has a shard of them; got "

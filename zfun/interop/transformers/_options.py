@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from zfun.collectives import process_group, split
+from zfun.collectives import process_group
 from zfun.errors import OptionError
+from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config, is_config
 from zfun.options import shown
 from zfun.recipes import Precision
@@ -34,7 +35,7 @@ _FROM_ARGUMENTS = {
 }
 # Names of TrainingArguments whose work zfun does in another way, and the remedy.
 _REFUSED = {
-    "deepspeed": ("pass the same configuration as zero= of the Trainer"),
+    "deepspeed": "pass the same configuration as zero= of the Trainer",
     "fsdp": "pass zero=3 to the Trainer, and leave fsdp= out",
     "auto_find_batch_size": "pass per_device_train_batch_size=, and leave auto_find_batch_size out",
     "parallelism_config": "zfun shards over data-parallel ranks; leave parallelism_config= out",
@@ -45,13 +46,9 @@ def check_arguments(args: Any) -> None:
     """Refuse arguments of transformers that cannot hold; all of them in one error."""
     if args is None:
         return
-    wrong = {
-        name: value
-        for name in _REFUSED
-        if (value := getattr(args, name, None)) not in (None, False)
-    }
-    wrong = {name: value for name, value in wrong.items() if value not in ("", [], {})}
-    if wrong:
+    nothing: list[Any] = [None, False, "", [], {}]
+    values = {name: getattr(args, name, None) for name in _REFUSED}
+    if wrong := {name: value for name, value in values.items() if value not in nothing}:
         raise OptionError(
             "zfun.interop.transformers.Trainer shards, reduces and steps by itself; got "
             + ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
@@ -62,17 +59,6 @@ def check_arguments(args: Any) -> None:
         raise OptionError(
             f"a rank of zfun has one GPU; this process sees {args.n_gpu}; launch the script with "
             "torchrun --nproc-per-node, one process for each GPU"
-        )
-
-
-def check_launcher(trainer: Any) -> None:
-    """Refuse a strategy that a configuration of accelerate has chosen."""
-    found = [name for name in ("deepspeed", "fsdp") if getattr(trainer, f"is_{name}_enabled")]
-    if found:
-        raise OptionError(
-            "zfun.interop.transformers.Trainer shards, reduces and steps by itself; got "
-            f"{found[0]} from the configuration of accelerate; launch the script with torchrun, "
-            "or with a configuration of accelerate without deepspeed and fsdp"
         )
 
 
@@ -88,11 +74,8 @@ def options_of(
 ) -> tuple[Recipe | None, dict[str, Any]]:
     """Return the recipe of a configuration, if there is one, and the options of ``zf.zero``.
 
-    Args:
-        zero: ``zero=`` of a Trainer.
-        args: TrainingArguments, which fill ``"auto"``; other numbers must be equal.
-        model: the model, for its hidden size.
-        steps: ``num_steps`` and ``num_warmup``, where they are known.
+    TrainingArguments fill ``"auto"``, also with ``num_steps`` and ``num_warmup`` where these are
+    known; other numbers must be equal.
     """
     make = lambda: process_group(timeout_s=float(args.ddp_timeout))
     if is_config(zero):
@@ -105,18 +88,11 @@ def options_of(
                 "a Trainer autocasts by TrainingArguments; got torch_autocast in the "
                 "configuration; pass bf16=True, and leave the section out"
             )
-        return zero, {
-            "stage": zero.stage,
-            "precision": zero.precision if zero.precision != Precision() else None,
-            "compression": zero.compression,
-            "schedule": zero.schedule,
-            "bucket_bytes": zero.bucket_bytes,
-            "offload": zero.offload(),
-            "group": _group_of(zero, make()),
-        }
+        precision = None if zero.precision == Precision() else zero.precision
+        return zero, {**zero_options(zero, make()), "precision": precision}
     if isinstance(zero, Mapping):
-        options = _checked(zero)
-        return None, {**options, "group": options.get("group") or make()}
+        _check_options(zero)
+        return None, {**zero, "group": zero.get("group") or make()}
     if type(zero) is not int or zero not in (0, 1, 2, 3):
         raise OptionError(
             "zero= is a stage from 0 to 3, a dict of options of zf.zero(), or a configuration of "
@@ -141,7 +117,7 @@ def _auto_of(args: Any, model: Any, **steps: int) -> AutoValues:
     )
 
 
-def _checked(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _check_options(zero: Mapping[str, Any]) -> None:
     for name in zero:
         if name in _FROM_ARGUMENTS:
             raise OptionError(
@@ -157,7 +133,6 @@ def _checked(zero: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(
             f"zero= names a stage; got {sorted(map(str, zero))}; add 'stage': 3, or 0 to 2"
         )
-    return dict(zero)
 
 
 def _check_recipe(zero: Recipe, args: Any) -> None:
@@ -176,11 +151,3 @@ def _check_recipe(zero: Recipe, args: Any) -> None:
             + '; write "auto" in the configuration, and pass the numbers of TrainingArguments in '
             "auto=zfun.interop.AutoValues(...)"
         )
-
-
-def _group_of(recipe: Recipe, group: Any) -> Any:
-    """Return the ranks of a recipe: a mesh, or an axis of one, for a recipe of two axes."""
-    if recipe.rows is None:
-        return group
-    mesh = split(group, recipe.rows)
-    return mesh if recipe.secondary else mesh.inner

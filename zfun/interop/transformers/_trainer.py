@@ -16,12 +16,7 @@ from zfun.interop.accelerate import Accelerator
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
-from zfun.interop.transformers._options import (
-    check_arguments,
-    check_launcher,
-    options_of,
-    zero_of,
-)
+from zfun.interop.transformers._options import check_arguments, options_of, zero_of
 
 _FOLDER = "zfun"
 
@@ -92,12 +87,10 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator of zfun."""
         super().create_accelerator_and_postprocess()
-        check_launcher(self)
         self._recipe, options = options_of(self._given_zero, self.args, self.model)
         self.accelerator = Accelerator.of(self.accelerator, options, self._mixed_precision)
         bound = self.args.max_grad_norm if self._recipe is None else self._recipe.max_grad_norm
         self.accelerator.clips_by_default = bound if bound and bound > 0 else None
-        self.accelerator.trains_strangers = True
 
     @property
     def engine(self) -> Engine | None:
@@ -149,17 +142,10 @@ class Trainer(transformers.Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return the autocast of ``bf16`` and ``fp16``; of the full evaluation outside of train."""
-        args, half = self.args, None
-        if not self.is_in_train and self.engine is not None:
-            half = (
-                torch.bfloat16
-                if args.bf16_full_eval
-                else torch.float16
-                if args.fp16_full_eval
-                else None
-            )
-        if half is None:
+        args, is_evaluation = self.args, not self.is_in_train and self.engine is not None
+        if not is_evaluation or not (args.bf16_full_eval or args.fp16_full_eval):
             return self.accelerator.autocast()
+        half = torch.bfloat16 if args.bf16_full_eval else torch.float16
         return torch.autocast(args.device.type, half, cache_enabled=False)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,18 +220,21 @@ class Trainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.engine is not None and checkpoint is not None:
-            folder = Path(checkpoint) / _FOLDER
-            if folder.is_dir():
-                self.engine.load(folder, rng=False)
+        if checkpoint is not None:
+            self._load_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        folder = Path(self.state.best_model_checkpoint) / _FOLDER
-        if self.engine is not None and folder.is_dir():
-            self.engine.load(folder, rng=False)
-            return
-        self._forget_run()
-        super()._load_best_model()
+        if not self._load_state(self.state.best_model_checkpoint):
+            self._forget_run()
+            super()._load_best_model()
+
+    def _load_state(self, checkpoint: Any) -> bool:
+        """Load the state of a checkpoint, if there are both."""
+        folder = Path(checkpoint) / _FOLDER
+        if self.engine is None or not folder.is_dir():
+            return False
+        self.engine.load(folder, rng=False)
+        return True
 
     def _forget_run(self) -> None:
         """Make the model whole, and let the next train() begin with a new state."""

@@ -32,30 +32,24 @@ _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
 class Kept(NamedTuple):
-    """The values that a class carries from step to step.
+    """The values that a class carries from step to step."""
 
-    Attributes:
-        group: the numbers that a step writes into its group, as they are before the first step.
-        counters: the names in the state of a tensor whose number is that of the steps.
-        end: the values of the first run of the probe after all steps.
-    """
-
+    # The numbers that a step writes into its group, as they are before the first step.
     group: dict[str, Tensor]
+    # The names in the state of a tensor whose number is that of the steps.
     counters: frozenset[str]
+    # The values of the first run of the probe after all steps.
     end: Tensor
 
 
 class _ProbeNote(NamedTuple):
-    """The values of an optimizer, before a step or after.
+    """The values of an optimizer, before a step or after."""
 
-    Attributes:
-        group: the values of the group; a value that is no number as tokens.
-        hidden: a token for each value outside of state and group, by path.
-        state: the state of the first tensor, without ``None``.
-    """
-
+    # A value that is no number as tokens.
     group: dict[str, Any]
+    # A token for each value outside of state and group, by path.
     hidden: dict[str, Any]
+    # Of the first tensor, without ``None``.
     state: dict[str, Any]
 
 
@@ -86,16 +80,7 @@ def as_kind(kind: Any, value: Tensor) -> Any:
 
 
 def examine(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Kept:
-    """Find out what a class carries from step to step.
-
-    Args:
-        make: the class.
-        options: of the class.
-
-    Raises:
-        OptionError: a step changes what cannot be carried, or changes nothing.
-        NotElementwiseError: gradients or cuts decide a number of the group, or the class raised.
-    """
+    """Find out what a class carries from step to step, or refuse the class."""
     name = make.__name__
     if callable(getattr(make, "train", None)) and callable(getattr(make, "eval", None)):
         raise OptionError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,14 +47,16 @@ class TorchState(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """The values that torch keeps for a tensor, by kind."""
+    """The values that torch keeps for a tensor of a dtype, by kind."""
 
     trees: dict[str, Tensor]
     scalars: dict[str, Any]
     group: dict[str, Any]
+    # Whether zeros stay zero; in float16 ``0 / (0 + 1e-8)`` is NaN.
+    keeps_zeros: bool
 
 
-class _GroupNumbers(NamedTuple):
+class _Numbers(NamedTuple):
     """The numbers after a step: of a tensor that takes every step, and of the group."""
 
     scalars: dict[str, Tensor]
@@ -63,19 +65,12 @@ class _GroupNumbers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TorchRule:
-    """A class with options: the functions of an optimizer.
-
-    Attributes:
-        make: the class.
-        options: of the class; ``lr`` may be a function of the steps taken.
-        kept: what the class carries from step to step.
-    """
+    """A class with options, whose ``lr`` may be a schedule: the functions of an optimizer."""
 
     make: type[torch.optim.Optimizer]
     options: Mapping[str, Any]
     kept: Kept
     _kinds: dict[torch.dtype, _Kinds] = field(default_factory=dict)
-    _zeros: dict[torch.dtype, bool] = field(default_factory=dict)
 
     @property
     def group(self) -> dict[str, Tensor]:
@@ -100,15 +95,30 @@ class TorchRule:
         real = dtype.to_real() if dtype.is_complex else dtype
         if real not in self._kinds:
             with unset_fake_temporarily():
-                zeros = [torch.zeros(_VECTORS, dtype=real, device="cpu") for _ in range(2)]
-                (state,), group = self._stepped(self.at(0), zeros[:1], zeros[1:], [{}], {})
-            kept = {name: x for name, x in state.items() if x is not None}
-            self._kinds[real] = _Kinds(
-                {name: x for name, x in kept.items() if _is_tree(x)},
-                {name: x for name, x in kept.items() if not _is_tree(x)},
-                group,
-            )
+                self._kinds[real] = self._steps_of_zeros(real)
         return self._kinds[real]
+
+    def _steps_of_zeros(self, dtype: torch.dtype) -> _Kinds:
+        value, grad = (torch.zeros(_VECTORS, dtype=dtype, device="cpu") for _ in range(2))
+        states: list[dict[str, Any]] = [{}]
+        groups: list[dict[str, Any]] = [{}]
+        keeps_zeros = True
+        for before in range(3):
+            carried = {name: x for name, x in groups[-1].items() if name in self.group}
+            (state,), group = self._stepped(
+                self.at(before), [value], [grad], [dict(states[-1])], carried
+            )
+            states.append(state)
+            groups.append(group)
+            trees = [x for x in state.values() if _is_tree(x)]
+            keeps_zeros &= not any(x.count_nonzero() for x in (value, *trees))
+        first = {name: x for name, x in states[1].items() if x is not None}
+        return _Kinds(
+            {name: x for name, x in first.items() if _is_tree(x)},
+            {name: x for name, x in first.items() if not _is_tree(x)},
+            groups[1],
+            keeps_zeros,
+        )
 
     def init(self, params: Tree) -> TorchState:
         """Return the state of new parameters."""
@@ -125,16 +135,10 @@ class TorchRule:
                 requires_grad=False,
             )
 
-        trees = {
-            name: tree.unflatten(spec, [zeros(name, leaf) for leaf in leaves])
-            for each in kinds
-            for name in each.trees
-        }
-        scalars = {
-            name: torch.zeros_like(as_tensor(x))
-            for each in kinds
-            for name, x in each.scalars.items()
-        }
+        names = dict.fromkeys(name for each in kinds for name in each.trees)
+        trees = {x: tree.unflatten(spec, [zeros(x, leaf) for leaf in leaves]) for x in names}
+        values = {name: x for each in kinds for name, x in each.scalars.items()}
+        scalars = {name: torch.zeros_like(as_tensor(x)) for name, x in values.items()}
         group = {name: x.clone() for name, x in self.group.items()}
         return TorchState(no_steps(), trees, scalars, group, self.given(0))
 
@@ -154,7 +158,7 @@ class TorchRule:
         """Return new parameters and the new state."""
         self._check(grads, state, params)
         rows, runs = aligned(params, gradients=grads, **state.trees), runs_of(params, grads)
-        numbers: _GroupNumbers | None = None
+        numbers: _Numbers | None = None
         new: list[list[Tensor]] = []
         for index, row in enumerate(rows):
             # Runs may leave elements out, which then stay.
@@ -186,7 +190,7 @@ class TorchRule:
             name: tree.unflatten(spec, [results[1 + place] for results in new])
             for place, name in enumerate(state.trees)
         }
-        numbers = numbers or _GroupNumbers(dict(state.scalars), dict(state.group))
+        numbers = numbers or _Numbers(dict(state.scalars), dict(state.group))
         return [results[0] for results in new], TorchState(
             state.count + 1, trees, *numbers, self.given(step_count(state.count))
         )
@@ -195,28 +199,12 @@ class TorchRule:
         """Let padding be zero, where a step of zeros by zeros gives other numbers."""
         if not isinstance(params, Flat):
             return
-        if all(self._keeps_zeros(bucket.dtype) for bucket in params.layout.buckets):
+        if all(self.kinds(bucket.dtype).keeps_zeros for bucket in params.layout.buckets):
             return
         for results, spans in zip(new, padding_spans(params), strict=True):
             for result in results:
                 for start, stop in spans:
                     result[start:stop].zero_()
-
-    def _keeps_zeros(self, dtype: torch.dtype) -> bool:
-        """Return whether zeros stay zero; in float16 ``0 / (0 + 1e-8)`` is NaN."""
-        real = dtype.to_real() if dtype.is_complex else dtype
-        if real not in self._zeros:
-            with unset_fake_temporarily():
-                value, grad = (torch.zeros(_VECTORS, dtype=real, device="cpu") for _ in range(2))
-                state: dict[str, Any] = {}
-                group: dict[str, Any] = {}
-                found = [value]
-                for before in range(3):
-                    (state,), its = self._stepped(self.at(before), [value], [grad], [state], group)
-                    group = {name: its[name] for name in self.group}
-                    found += [x.clone() for x in state.values() if _is_tree(x)]
-            self._zeros[real] = not any(x.count_nonzero() for x in found)
-        return self._zeros[real]
 
     def _check(self, grads: Tree, state: State, params: Tree) -> None:
         """Refuse a state of another class, and a leaf whose numbers are not known."""
@@ -254,12 +242,7 @@ class TorchRule:
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Let torch step pieces of leaves in place, and return torch's states and group.
 
-        Args:
-            state: before the step.
-            values: the pieces.
-            grads: the gradients of the pieces.
-            trees: for each of ``state.trees`` the pieces.
-            missed: how many steps the leaves have missed.
+        The leaves have missed so many steps; ``trees`` are the pieces of each of ``state.trees``.
         """
         before, kinds = step_count(state.count), self.kinds(values[0].dtype)
         now = self.at(before)
@@ -296,14 +279,13 @@ class TorchRule:
         group: dict[str, Any],
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         twins = [torch.nn.Parameter(value, requires_grad=False) for value in values]
-        made = self.make(twins, **options)
+        made: Any = self.make(twins, **options)
         made.param_groups[0].update(group)
         for twin, grad, state in zip(twins, grads, states, strict=True):
             twin.grad = grad
             if state:
                 made.state[twin] = state
-        step: Callable[[], Any] = made.step
-        step()
+        made.step()
         return [dict(made.state[twin]) for twin in twins], made.param_groups[0]
 
     def _same_for_all(
@@ -311,37 +293,38 @@ class TorchRule:
         before: TorchState,
         states: Sequence[dict[str, Any]],
         group: dict[str, Any],
-        first: _GroupNumbers | None,
-    ) -> _GroupNumbers:
+        first: _Numbers | None,
+    ) -> _Numbers:
         """Return the numbers after a step, which may depend on the number of steps only."""
-        of_group = {name: self._number(name, group[name], x) for name, x in before.group.items()}
         for state in states:
-            scalars = {
-                name: self._number(name, state[name], x) for name, x in before.scalars.items()
-            }
-            first = first or _GroupNumbers(scalars, of_group)
-            for known, found in zip(first, (scalars, of_group), strict=True):
-                for name, value in known.items():
-                    if not torch.equal(found[name], value):
+            numbers = _Numbers(
+                self._numbers(state, before.scalars), self._numbers(group, before.group)
+            )
+            first = first or numbers
+            for each, other in zip(first, numbers, strict=True):
+                for name, value in each.items():
+                    if not torch.equal(other[name], value):
                         raise NotElementwiseError(
                             "an optimizer that runs on shards works element by element; "
                             f"torch.optim.{self.make.__name__} keeps {name!r}, which is one number "
                             f"for each tensor or group; got {value.item():.6g} for one and "
-                            f"{found[name].item():.6g} for another; use an optimizer that keeps a "
+                            f"{other[name].item():.6g} for another; use an optimizer that keeps a "
                             "number for each element"
                         )
         assert first is not None
         return first
 
-    def _number(self, name: str, value: Any, before: Tensor) -> Tensor:
-        found = as_tensor(value)
-        if torch.promote_types(found.dtype, before.dtype) != before.dtype:
-            raise OptionError(
-                f"from_torch() carries numbers of one kind; torch.optim.{self.make.__name__} has "
-                f"made {name!r} {found.dtype} that was {before.dtype}; write a float from the "
-                "first step on"
-            )
-        return found.to(before.dtype)
+    def _numbers(self, after: dict[str, Any], before: dict[str, Tensor]) -> dict[str, Tensor]:
+        numbers = {name: as_tensor(after[name]) for name in before}
+        for name, x in numbers.items():
+            dtype = before[name].dtype
+            if torch.promote_types(x.dtype, dtype) != dtype:
+                raise OptionError(
+                    f"from_torch() carries numbers of one kind; torch.optim.{self.make.__name__} "
+                    f"has made {name!r} {x.dtype} that was {dtype}; write a float from the first "
+                    "step on"
+                )
+        return {name: x.to(before[name].dtype) for name, x in numbers.items()}
 
 
 def _is_tree(value: Any) -> bool:

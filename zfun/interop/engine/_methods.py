@@ -1,17 +1,57 @@
-"""``torch.compile`` of the blocks of a live module."""
+"""Methods of a live module that the engine runs, and ``torch.compile`` of its blocks."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import types
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from zfun.interop.engine._live import LiveMethod, LiveParameters
+
+class LiveMethod:
+    """A method of a live module, or of a part, that a method of the engine runs."""
+
+    def __init__(
+        self, module: nn.Module, name: str, run: Callable[..., Any], live: Any, *first: Any
+    ) -> None:
+        self.own = self.__wrapped__ = getattr(module, name)
+        self.is_attribute = name in module.__dict__
+        self._run, self._live, self._first = weakref.WeakMethod(run), live, first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run()
+        return self.own(*args, **kwargs) if run is None else run(*self._first, *args, **kwargs)
+
+    def of_copy(self, replace: Callable[[Any], Any]) -> Any:
+        """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
+        return replace(self.own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copy of the module."""
+        own = self.own
+        if isinstance(own, types.MethodType):
+            return types.MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
+        return copy.deepcopy(own, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.own.__self__, self.own.__name__)
+
+
+class LiveForward(LiveMethod):
+    """The ``forward`` of a part of a live module: outside of calls, a call of the engine."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._live.bound is not None:
+            return self.own(*args, **kwargs)
+        run = self._run()
+        return self.own(*args, **kwargs) if run is None else run(self.own, *args, **kwargs)
 
 
 def compile_blocks(module: nn.Module, **options: Any) -> None:
@@ -19,10 +59,6 @@ def compile_blocks(module: nn.Module, **options: Any) -> None:
 
     Blocks are compiled one by one, so that stage 3 gathers one block at a time, and code that was
     compiled for one block serves the others.
-
-    Args:
-        module: its calls are plain ones; see :meth:`Live.leave`.
-        options: of ``torch.compile``.
     """
     lists = [
         part
@@ -35,11 +71,7 @@ def compile_blocks(module: nn.Module, **options: Any) -> None:
 
 
 def adopt_compiled(module: nn.Module) -> None:
-    """Let code that ``torch.compile`` made of parts of a module get plain tensors.
-
-    Args:
-        module: not live yet.
-    """
+    """Let code that ``torch.compile`` made of parts of a module get plain tensors."""
     for part in list(module.modules()):
         if isinstance(part, OptimizedModule):
             part.forward = CompiledForward(part, part.forward)
@@ -51,10 +83,7 @@ def adopt_compiled(module: nn.Module) -> None:
 class CompiledForward:
     """The compiled ``forward`` of a block, which gets plain tensors as parameters.
 
-    Args:
-        block: a module.
-        compiled: the compiled code.
-        is_call: whether the code calls ``block.forward`` by itself.
+    ``is_call`` says that the code calls ``block.forward`` by itself.
     """
 
     is_whole = True
@@ -66,20 +95,19 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = torch.is_grad_enabled()
-        with self._plain():
-            if mode in self._modes:
-                return self._compiled(*args, **kwargs)
-            self._modes.add(mode)
-            with warnings.catch_warnings():
+        with self._plain(), contextlib.ExitStack() as stack:
+            if mode not in self._modes:
+                self._modes.add(mode)
+                stack.enter_context(warnings.catch_warnings())
                 # While Dynamo traces, it asks for the .grad of every tensor.
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-                return self._compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
         """Let the parts of the block hold the tensors of the call."""
         parts = list(self._block.modules())
-        live = [(x, x._parameters) for x in parts if isinstance(x._parameters, LiveParameters)]
+        live = [(x, x._parameters) for x in parts if hasattr(x._parameters, "live")]
         entry = self._block.__dict__.get("forward")
         try:
             for part, params in live:
