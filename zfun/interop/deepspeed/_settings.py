@@ -13,7 +13,7 @@ from torch import nn
 from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
-from zfun.interop.deepspeed.ops._described import Described
+from zfun.interop.deepspeed.ops import Described
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
