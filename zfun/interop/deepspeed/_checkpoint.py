@@ -17,9 +17,8 @@ from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._answers import rates_of
-from zfun.interop.deepspeed._client import packed, unpacked
 from zfun.interop.deepspeed._phases import Phases
-from zfun.interop.deepspeed.utils import zero_to_fp32
+from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, packed, unpacked
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
@@ -128,7 +127,7 @@ class SavedEngine(Phases):
 
         def write_script(path: Path) -> None:
             _remove_others(folder / name, saved.path)
-            _write(path, zero_to_fp32.SCRIPT.encode())
+            _write(path, SCRIPT.encode())
 
         write_on_rank_0(self._group, folder / "zero_to_fp32.py", write_script)
         if save_latest:

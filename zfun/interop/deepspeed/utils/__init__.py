@@ -82,10 +82,7 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def is_initialized() -> bool:
-    """Return whether there is a process group."""
-    return dist.is_initialized()
-
+is_initialized = dist.is_initialized
 
 # Tensors
 
@@ -129,9 +126,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return tree.map(copy, item)
 
 
-def noop_context() -> Any:
-    """Return a context that does nothing."""
-    return contextlib.nullcontext()
+noop_context = contextlib.nullcontext
 
 
 def empty_cache() -> None:
