@@ -11,13 +11,12 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``launcher``         the command line
 ``_initialize``      ``initialize``, ``add_config_arguments``
 ``_engine``          ``DeepSpeedEngine``: names and counters
-``_numbers``         sizes, rates, norms
-``_inner``           the engine of zfun, and the values of the module's parameters
+``_answers``         methods that return a size, a number or a value of the configuration
+``_phases``          methods between steps
+``_core``            the engine of zfun, and the values of the module's parameters
 ``_settings``        the configuration, the optimizer and the schedule of a run
-``_rules``           parameter groups as pure optimizers
-``_getters``         methods that return a value of the configuration
-``_checkpoint``      tags and ``latest``
-``_client``          the client state of a checkpoint
+``_optimizer``       the optimizer that ``initialize`` returns
+``_checkpoint``      weights, tags and ``latest``
 ``_ranks``           process groups, devices
 ``accelerator``      the device of this process
 ``comm``             ``torch.distributed``
@@ -27,6 +26,7 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ===================  ==============================================================================
 """
 
+# ruff: noqa: F401
 from zfun.interop.deepspeed import accelerator, comm, launcher, ops, runtime, utils
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
@@ -43,31 +43,6 @@ from zfun.interop.deepspeed.runtime import (
 )
 from zfun.interop.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from zfun.interop.deepspeed.utils import OnDevice, log_dist, logger
-
-__all__ = [
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedDataLoader",
-    "DeepSpeedEngine",
-    "OnDevice",
-    "accelerator",
-    "add_config_arguments",
-    "checkpointing",
-    "comm",
-    "config",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "install",
-    "launcher",
-    "log_dist",
-    "logger",
-    "lr_schedules",
-    "ops",
-    "runtime",
-    "utils",
-    "zero",
-]
 
 __version__ = version = VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))

@@ -16,216 +16,164 @@ from typing import Any, NoReturn
 
 from zfun.errors import OptionError
 
-_INFERENCE = "train with initialize(), save with engine.save_16bit_model(), and serve the file"
-_PIPELINE = "keep the model in one piece and use zero_optimization.stage 3"
-_TENSOR_PARALLEL = "shard the parameters with stage 3 instead of cutting layers"
-_MOE = (
-    "build experts of plain modules; ranks may use different experts, because the order of "
-    "collectives does not depend on the experts that a rank uses"
-)
-_TRANSFORMER = "use a module of plain torch; torch.compile fuses the operations of a layer"
-_LAUNCH = "start the script with python -m zfun.interop.deepspeed"
-_COMPILE = "call torch.compile on blocks of the model before initialize()"
-_SWITCH = "write the options into the configuration that initialize() takes"
-_ENGINE = "use the engine that initialize() returns; its optimizer is engine.optimizer"
-_QUANTIZE = "use zero_quantized_weights and zero_quantized_gradients, or zf.compression.int8"
-_SEQUENCE = "split the sequence inside the model, with zf.collectives.all_to_all"
-_DATA = "order the samples with a torch sampler"
-_DROP = "drop tokens and layers in the model"
-_LOG = "log engine.get_global_grad_norm() and engine.get_lr() with your own logger"
-_PROFILE = "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline"
-_LOAD = "use engine.load_checkpoint(), which takes any number of ranks and any stage"
-_SAVE = "use engine.save_checkpoint(), which publishes a checkpoint by one rename"
-_STORE = "use zf.stores.nvme, or offload_optimizer with device nvme"
-_GATHER = "read a parameter under zero.GatheredParameters"
-_LINEAR = "use torch.nn.Linear; stage 3 gathers one bucket at a time"
-_GRADS = "use zf.vjp or zf.value_and_grad, whose gradients are values"
-_KERNELS = "nothing is compiled: kernels are Numba and Triton"
-_TORCH = "use the function of the same purpose in torch"
-
-# Modules of DeepSpeed without any name here, by the remedy of all their names.
-_MODULES: Mapping[str, str] = {
+# By remedy: the modules without any name here, and names as MODULE:NAME. MODULE is the last part of
+# a path, and empty for the package; engine:NAME is an attribute, and groups:KIND stands for the
+# functions that return a process group of a kind of parallelism.
+_TABLE: Mapping[str, str] = {
     "compare stages before a run with zf.planner.plan": "autotuning",
-    _LOAD: "checkpoint runtime.state_dict_factory",
-    _COMPILE: "compile runtime.compiler",
-    _QUANTIZE: (
+    "use engine.load_checkpoint(), which takes any number of ranks and any stage": (
+        "checkpoint runtime.state_dict_factory"
+    ),
+    "call torch.compile on blocks of the model before initialize()": (
+        "compile runtime.compiler :is_compile_supported"
+    ),
+    "use zero_quantized_weights and zero_quantized_gradients, or zf.compression.int8": (
         "compression ops.fp_quantizer ops.quantizer runtime.compression runtime.quantize "
         "runtime.weight_quantizer"
     ),
     "use torch.utils.collect_env": "env_report",
-    _INFERENCE: "inference model_implementations module_inject",
-    _STORE: "io nvme ops.aio ops.gds runtime.superoffload runtime.swap_tensor runtime.zenflow",
-    _LAUNCH: (
+    "train with initialize(), save with engine.save_16bit_model(), and serve the file": (
+        "inference model_implementations module_inject :init_inference :default_inference_config "
+        ":InferenceEngine :DeepSpeedInferenceConfig :replace_transformer_layer "
+        ":revert_transformer_layer"
+    ),
+    "use zf.stores.nvme, or offload_optimizer with device nvme": (
+        "io nvme ops.aio ops.gds runtime.superoffload runtime.swap_tensor runtime.zenflow"
+    ),
+    "start the script with python -m zfun.interop.deepspeed": (
         "launcher.constants launcher.launch launcher.launcher_helper launcher.multinode_runner"
     ),
     "freeze the base with requires_grad_(False) and train adapters, as peft does": "linear",
-    _MOE: "moe",
-    _LOG: "monitor",
-    _SAVE: "nebula runtime.checkpoint_engine runtime.model_checkpointing",
-    _KERNELS: "ops.compile ops.csrc ops.op_builder",
+    "build experts of plain modules; ranks may use different experts, because the order of "
+    "collectives does not depend on the experts that a rank uses": (
+        "moe utils:split_params_into_different_moe_groups_for_optimizer "
+        "utils:configure_moe_param_groups groups:expert_parallel groups:expert_data_parallel"
+    ),
+    "log engine.get_global_grad_norm() and engine.get_lr() with your own logger": (
+        "monitor engine:monitor"
+    ),
+    "use engine.save_checkpoint(), which publishes a checkpoint by one rename": (
+        "nebula runtime.checkpoint_engine runtime.model_checkpointing"
+    ),
+    "nothing is compiled: kernels are Numba and Triton": (
+        "ops.compile ops.csrc ops.op_builder ops:MultiTensorApply ops:multi_tensor_applier"
+    ),
     "use torch.nn.functional.scaled_dot_product_attention": "ops.deepspeed4science",
-    _DROP: "ops.random_ltd runtime.progressive_layer_drop",
+    "drop tokens and layers in the model": (
+        "ops.random_ltd runtime.progressive_layer_drop engine:random_ltd_scheduler"
+    ),
     "use torch.nn.attention.flex_attention": "ops.sparse_attention",
-    _TRANSFORMER: "ops.transformer",
-    _PIPELINE: "pipe runtime.pipe",
-    _PROFILE: "profiling",
-    "test with isinstance(optimizer, torch.optim.Optimizer)": "runtime.base_optimizer",
-    _SWITCH: (
+    "use a module of plain torch; torch.compile fuses the operations of a layer": (
+        "ops.transformer :DeepSpeedTransformerLayer :DeepSpeedTransformerConfig"
+    ),
+    "keep the model in one piece and use zero_optimization.stage 3": (
+        "pipe runtime.pipe :PipelineEngine :PipelineModule engine:train_batch engine:eval_batch"
+    ),
+    "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline": (
+        "profiling :EngineTimers utils:SynchronizedWallClockTimer utils:ThroughputTimer "
+        "utils:get_caller_func checkpointing:PROFILE_TIME"
+    ),
+    "test with isinstance(optimizer, torch.optim.Optimizer)": (
+        "runtime.base_optimizer :DeepSpeedOptimizer runtime:DeepSpeedOptimizer"
+    ),
+    "write the options into the configuration that initialize() takes": (
         "runtime.bf16_optimizer runtime.constants runtime.precision_config runtime.zero.utils "
         "utils.config"
     ),
     "use deepspeed.comm": "runtime.comm",
-    _DATA: "runtime.data_pipeline",
-    _TENSOR_PARALLEL: "runtime.domino runtime.tensor_parallel",
+    "order the samples with a torch sampler": "runtime.data_pipeline engine:curriculum_scheduler",
+    "shard the parameters with stage 3 instead of cutting layers": (
+        "runtime.domino runtime.tensor_parallel :tp_model_init :set_autotp_mode :domino "
+        "groups:model_parallel groups:tensor_model_parallel"
+    ),
     "use torch.func.hvp on the loss": "runtime.eigenvalue",
-    _ENGINE: (
-        "runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer utils.mixed_precision_linkage"
+    "use the engine that initialize() returns; its optimizer is engine.optimizer": (
+        "runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer utils.mixed_precision_linkage "
+        ":DeepSpeedOptimizerCallable :DeepSpeedSchedulerCallable zero:DeepSpeedZeroOptimizer "
+        "zero:DeepSpeedZeroOptimizer_Stage3 zero:FP16_DeepSpeedZeroOptimizer "
+        "zero:FP16_DeepSpeedZeroOptimizer_Stage3 runtime:ZeROOptimizer"
     ),
     "read engine.loss_scale(), and write fp16 into the configuration": "runtime.fp16.loss_scaler",
-    "generate with engine.generate(), in the training engine": "runtime.hybrid_engine",
+    "generate with engine.generate(), in the training engine": (
+        "runtime.hybrid_engine :DeepSpeedHybridEngine config:HybridEngineConfig"
+    ),
     "use the trainers of trl": "runtime.rlhf",
     "use engine.generate()": "runtime.rollout",
-    _SEQUENCE: "runtime.sequence_parallel sequence",
+    "split the sequence inside the model, with zf.collectives.all_to_all": (
+        "runtime.sequence_parallel sequence groups:sequence_parallel"
+    ),
     "gradients are dense; use nn.Embedding(sparse=False)": "runtime.sparse_tensor",
     "use torch.autocast around the model, or bf16 in the configuration": "runtime.torch_autocast",
     "memory is torch's": "runtime.zero.contiguous_memory_allocator",
     "no module needs a mark": "runtime.zero.leaf_module_config",
-    _LINEAR: "runtime.zero.linear runtime.zero.tiling",
-    "write mics_shard_size into the configuration": "runtime.zero.mics",
-    "zfun puts no hooks into the module": "runtime.zero.parameter_offload",
+    "use torch.nn.Linear; stage 3 gathers one bucket at a time": (
+        "runtime.zero.linear runtime.zero.tiling zero:TiledLinear zero:TiledLinearReturnBias"
+    ),
+    "write mics_shard_size into the configuration": "runtime.zero.mics zero:MiCS_Optimizer",
+    "zfun puts no hooks into the module": (
+        "runtime.zero.parameter_offload zero:get_model_hooks zero:DeepSpeedZeRoOffload"
+    ),
     "read the schedule with zf.planner.explain": "runtime.zero.partitioned_param_coordinator",
-    "use torch.profiler, or zf.record for the bytes of each collective": "utils.comms_logging",
+    "use torch.profiler, or zf.record for the bytes of each collective": (
+        "utils.comms_logging comm:CommsLogger"
+    ),
     "name parameters with model.named_parameters()": "utils.debug",
     "catch the errors of zfun.errors": "utils.exceptions",
-    "start the script with numactl": "utils.numa",
-    "pass an mpu to initialize()": "utils.parallel_state",
+    "start the script with numactl": "utils.numa utils:get_numactl_cmd",
+    "pass an mpu to initialize()": "utils.parallel_state utils:bwc_tensor_model_parallel_rank",
     "use tensor.pin_memory()": "utils.pin_memory",
-    _TORCH: "utils.types",
+    "use the function of the same purpose in torch": "utils.types",
     "use utils.zero_to_fp32": "utils.zero_to_torch",
+    "write the scheduler into the configuration": ":add_tuning_arguments",
+    "write optimizer.type 'Muon' into the configuration": (
+        ":set_optimizer_flags ops:MuonWithAuxAdam"
+    ),
+    "call configure(mpu, partition_activations=True)": (
+        "checkpointing:gather_partitioned_activations checkpointing:partition_activations"
+    ),
+    "use torch.distributed": "comm:TorchBackend",
+    "use a dataclass": "config:DeepSpeedConfigModel",
+    "use zfun.interop.solve_batch": "config:ElasticityConfig",
+    "call backward() and step(), which sum over the ranks": "engine:allreduce_gradients",
+    "use engine.optimizer": "engine:basic_optimizer engine:client_optimizer",
+    "use engine.lr_scheduler": "engine:client_lr_scheduler",
+    "use torch.profiler": "engine:flops_profiler",
+    "call the engine": "engine:forward_prologue",
+    "call step()": "engine:zenflow_step",
+    "write optimizer.type 'Muon' into the configuration, or use torch.optim.Muon": "ops:Muon",
+    "use FusedLamb": "ops:OnebitLamb",
+    "use DeepSpeedCPUAdam": "ops:ZenFlowCPUAdam",
+    "use FusedAdam": "ops:ZenFlowSelectiveAdamW",
+    "use OnebitAdam": "ops:ZeroOneAdam",
+    "read engine.skipped_steps": "utils:CheckOverflow",
+    "use zf.shard": "utils:PartitionedTensor",
+    "write gradient_clipping into the configuration": "utils:clip_grad_norm_",
+    "use zf.optim.clip_by_global_norm": "utils:clip_tensors_by_global_norm",
+    "use safe_get_full_grad": "utils:get_full_hp_grad",
+    "use safe_get_full_fp32_param": "utils:get_full_hp_param",
+    "use engine.get_global_grad_norm()": "utils:get_global_norm",
+    "use zf.reductions.global_norm": "utils:get_weight_norm utils:get_global_norm_of_tensors",
+    "use engine.get_global_grad_norm(), or zf.reductions.global_norm": "utils:get_grad_norm",
+    "use torch.cuda.memory_summary": "utils:memory_status",
+    "read a parameter under zero.GatheredParameters": (
+        "zero:AllGatherHandle zero:AllGatherCoalescedHandle zero:NoGatherHandle zero:free_param"
+    ),
+    "use zero.Init": "zero:InsertPostInitMethodToModuleSubClasses",
+    "use zero.Init, and mics_shard_size in the configuration": "zero:MiCS_Init",
+    "read param.ds_shape, which partitioned parameters have": "zero:ZeroParamType",
+    "use torch.distributed.all_gather_object": "zero:assert_ints_same_as_other_ranks",
+    "write zero_hpz_partition_size into the configuration": "groups:zero_param_intra_parallel",
 }
-ABSENT_MODULES: Mapping[str, str] = {
-    name: remedy for remedy, names in _MODULES.items() for name in names.split()
-}
-
-# By module here, beginning with the package itself as "": each name with the remedy.
-ABSENT: Mapping[str, Mapping[str, str]] = {
-    "": {
-        "init_inference": _INFERENCE,
-        "default_inference_config": _INFERENCE,
-        "InferenceEngine": _INFERENCE,
-        "DeepSpeedInferenceConfig": _INFERENCE,
-        "replace_transformer_layer": _INFERENCE,
-        "revert_transformer_layer": _INFERENCE,
-        "DeepSpeedHybridEngine": "generate with engine.generate(), in the training engine",
-        "PipelineEngine": _PIPELINE,
-        "PipelineModule": _PIPELINE,
-        "tp_model_init": _TENSOR_PARALLEL,
-        "set_autotp_mode": _TENSOR_PARALLEL,
-        "domino": _TENSOR_PARALLEL,
-        "DeepSpeedTransformerLayer": _TRANSFORMER,
-        "DeepSpeedTransformerConfig": _TRANSFORMER,
-        "DeepSpeedOptimizer": "test with isinstance(optimizer, torch.optim.Optimizer)",
-        "DeepSpeedOptimizerCallable": _ENGINE,
-        "DeepSpeedSchedulerCallable": _ENGINE,
-        "EngineTimers": _PROFILE,
-        "add_tuning_arguments": "write the scheduler into the configuration",
-        "set_optimizer_flags": "write optimizer.type 'Muon' into the configuration",
-        "is_compile_supported": _COMPILE,
-    },
-    "zero": {
-        "TiledLinear": _LINEAR,
-        "TiledLinearReturnBias": _LINEAR,
-        "MiCS_Init": "use zero.Init, and mics_shard_size in the configuration",
-        "MiCS_Optimizer": "write mics_shard_size into the configuration",
-        "ZeroParamType": "read param.ds_shape, which partitioned parameters have",
-        "AllGatherHandle": _GATHER,
-        "AllGatherCoalescedHandle": _GATHER,
-        "NoGatherHandle": _GATHER,
-        "InsertPostInitMethodToModuleSubClasses": "use zero.Init",
-        "free_param": _GATHER,
-        "assert_ints_same_as_other_ranks": "use torch.distributed.all_gather_object",
-        "get_model_hooks": "zfun puts no hooks into the module",
-        "DeepSpeedZeroOptimizer": _ENGINE,
-        "DeepSpeedZeroOptimizer_Stage3": _ENGINE,
-        "FP16_DeepSpeedZeroOptimizer": _ENGINE,
-        "FP16_DeepSpeedZeroOptimizer_Stage3": _ENGINE,
-        "DeepSpeedZeRoOffload": "zfun puts no hooks into the module",
-    },
-    "ops": {
-        "ZenFlowCPUAdam": "use DeepSpeedCPUAdam",
-        "ZenFlowSelectiveAdamW": "use FusedAdam",
-        "OnebitLamb": "use FusedLamb",
-        "ZeroOneAdam": "use OnebitAdam",
-        "MuonWithAuxAdam": "write optimizer.type 'Muon' into the configuration",
-        "Muon": "write optimizer.type 'Muon' into the configuration, or use torch.optim.Muon",
-        "MultiTensorApply": _KERNELS,
-        "multi_tensor_applier": _KERNELS,
-    },
-    "runtime": {
-        "ZeROOptimizer": _ENGINE,
-        "DeepSpeedOptimizer": "test with isinstance(optimizer, torch.optim.Optimizer)",
-    },
-    "utils": {
-        "get_full_hp_param": "use safe_get_full_fp32_param",
-        "get_full_hp_grad": "use safe_get_full_grad",
-        "CheckOverflow": "read engine.skipped_steps",
-        "PartitionedTensor": "use zf.shard",
-        "memory_status": "use torch.cuda.memory_summary",
-        "get_grad_norm": "use engine.get_global_grad_norm(), or zf.reductions.global_norm",
-        "get_weight_norm": "use zf.reductions.global_norm",
-        "get_global_norm": "use engine.get_global_grad_norm()",
-        "get_global_norm_of_tensors": "use zf.reductions.global_norm",
-        "clip_grad_norm_": "write gradient_clipping into the configuration",
-        "clip_tensors_by_global_norm": "use zf.optim.clip_by_global_norm",
-        "bwc_tensor_model_parallel_rank": "pass an mpu to initialize()",
-        "split_params_into_different_moe_groups_for_optimizer": _MOE,
-        "configure_moe_param_groups": _MOE,
-        "SynchronizedWallClockTimer": _PROFILE,
-        "ThroughputTimer": _PROFILE,
-        "get_caller_func": _PROFILE,
-        "get_numactl_cmd": "start the script with numactl",
-    },
-    "groups": {
-        name: remedy
-        for kind, remedy in (
-            ("model_parallel", _TENSOR_PARALLEL),
-            ("tensor_model_parallel", _TENSOR_PARALLEL),
-            ("sequence_parallel", _SEQUENCE),
-            ("expert_parallel", _MOE),
-            ("expert_data_parallel", _MOE),
-            ("zero_param_intra_parallel", "write zero_hpz_partition_size into the configuration"),
-        )
-        for name in (f"get_{kind}_group", f"_get_{kind}_group", f"_get_{kind}_group_dict")
-    },
-    "checkpointing": {
-        "PROFILE_TIME": _PROFILE,
-        "gather_partitioned_activations": "call configure(mpu, partition_activations=True)",
-        "partition_activations": "call configure(mpu, partition_activations=True)",
-    },
-    "config": {
-        "DeepSpeedConfigModel": "use a dataclass",
-        "ElasticityConfig": "use zfun.interop.solve_batch",
-        "HybridEngineConfig": "generate with engine.generate(), in the training engine",
-    },
-    "comm": {
-        "CommsLogger": "use torch.profiler, or zf.record for the bytes of each collective",
-        "TorchBackend": "use torch.distributed",
-    },
-    "engine": {
-        "allreduce_gradients": "call backward() and step(), which sum over the ranks",
-        "forward_prologue": "call the engine",
-        "train_batch": _PIPELINE,
-        "eval_batch": _PIPELINE,
-        "curriculum_scheduler": _DATA,
-        "monitor": _LOG,
-        "flops_profiler": "use torch.profiler",
-        "random_ltd_scheduler": _DROP,
-        "zenflow_step": "call step()",
-        "basic_optimizer": "use engine.optimizer",
-        "client_optimizer": "use engine.optimizer",
-        "client_lr_scheduler": "use engine.lr_scheduler",
-    },
-}
+_WORDS = [(word, remedy) for remedy, words in _TABLE.items() for word in words.split()]
+_OF_KIND = ("get_{}_group", "_get_{}_group", "_get_{}_group_dict")
+ABSENT_MODULES: Mapping[str, str] = {word: remedy for word, remedy in _WORDS if ":" not in word}
+# By module: each name with the remedy.
+ABSENT: dict[str, dict[str, str]] = {}
+for _word, _remedy in _WORDS:
+    if ":" in _word:
+        _module, _, _name = _word.partition(":")
+        _names = [x.format(_name) for x in _OF_KIND] if _module == "groups" else [_name]
+        ABSENT.setdefault(_module, {}).update(dict.fromkeys(_names, _remedy))
 
 
 class _Absent(type):

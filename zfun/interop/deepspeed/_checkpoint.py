@@ -1,12 +1,12 @@
-"""Checkpoints of an engine: a directory for each tag, and ``latest`` beside the directories."""
+"""Weights and checkpoints of an engine: a directory for each tag, and ``latest`` beside these."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,109 +16,224 @@ from torch import nn
 from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
-from zfun.interop.deepspeed._client import packed, unpacked
-from zfun.interop.deepspeed.utils import zero_to_fp32
+from zfun.interop.deepspeed._answers import rates_of
+from zfun.interop.deepspeed._phases import Phases
+from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, packed, unpacked
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointParts:
-    """The parts of a checkpoint to load.
+class SavedEngine(Phases):
+    """An engine whose weights and state are read and written as a whole; every rank must call."""
 
-    Attributes:
-        is_strict: whether each name of the module must be there.
-        optimizer: the state of the optimizer.
-        counters: the numbers of steps.
-        scheduler: the scheduler.
-        custom: a function that writes the weights.
-    """
+    module: nn.Module
+    lr_scheduler: Any
+    global_steps: int
+    loaded_checkpoint_tag: str | None
+    # The step at whose end rank 0 got the weights.
+    _consolidated_at: int | None
 
-    is_strict: bool
-    optimizer: bool
-    counters: bool
-    scheduler: bool
-    custom: Callable[..., Any] | None
+    def state_dict(  # pyrefly: ignore[bad-override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the whole weights, with ``module.`` before each name; every rank must call."""
+        return {f"module.{name}": value for name, value in self.module_state_dict().items()}
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the whole weights by the module's own names; every rank must call."""
+        weights = self._core.state_dict()
+        frozen = {n for n, x in self.module.named_parameters() if not x.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else frozenset[str]()
+        return {name: value for name, value in weights.items() if name not in left_out}
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the whole weights on rank 0, and ``None`` elsewhere; every rank must call."""
+        weights = self.module_state_dict(exclude_frozen_parameters)
+        self._consolidated_at = self.global_steps
+        return weights if self._group.rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def _save_pretrained(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``save_pretrained``, unless rank 0 has the weights, and this rank writes nothing.
+
+        A script passes ``state_dict=accelerator.get_state_dict(engine)``, which is ``None`` on
+        this rank, so the method would gather the weights on this rank alone.
+        """
+        given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        is_idle = given.get("is_main_process") is False and given.get("state_dict") is None
+        if is_idle and self._group.rank != 0 and self._consolidated_at == self.global_steps:
+            return None
+        return own(*args, **kwargs)
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """Take whole weights; every rank must call.
+
+        Args:
+            state_dict: by the module's own names, such as ``checkpoint["module"]``.
+            strict: whether each name of the module must be there.
+            custom_load_fn: ``custom_load_fn(src=weights, dst=module)``, which writes to the module.
+        """
+        weights = state_dict.get("module", state_dict)
+        if custom_load_fn is None:
+            self._core.replace(weights, strict=strict)
+            return
+        with torch.no_grad():
+            custom_load_fn(src=weights, dst=self.module)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the state, the counters and the scheduler; every rank must call.
+
+        Args:
+            save_dir: the directory of all checkpoints.
+            tag: the name of this one, the same on every rank; by default ``global_step`` and the
+                number.
+            client_state: the script's own values; those of rank 0. Numbers, text, lists, dicts and
+                small tensors are kept as they are, and others as a pickle.
+            save_latest: whether ``latest`` names this checkpoint.
+            exclude_frozen_parameters: whether ``load_checkpoint`` leaves the parameters alone that
+                are not trained. They are in the checkpoint all the same.
+
+        Returns:
+            ``True``.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
+        _check_tag(self._group, name)
+        data = {
+            **packed(client_state or {}),
+            "counters": {counter: getattr(self, counter) for counter in _COUNTERS},
+            "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+            "lr": rates_of(self),
+            "ties": _ties(self.module),
+        }
+        kept = state._replace(frozen=None) if exclude_frozen_parameters else state
+        saved = checkpoint.save(folder / name, kept, keep=1, data=data)
+
+        def write_script(path: Path) -> None:
+            _remove_others(folder / name, saved.path)
+            _write(path, SCRIPT.encode())
+
+        write_on_rank_0(self._group, folder / "zero_to_fp32.py", write_script)
+        if save_latest:
+            write_name = lambda path: _write(path, name.encode())
+            write_on_rank_0(self._group, folder / "latest", write_name)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
+
+        Args:
+            load_dir: the directory of all checkpoints.
+            tag: the name of the checkpoint; by default the one that ``latest`` names.
+            load_module_strict: whether each name of the module must be there.
+            load_optimizer_states: whether to load the optimizer's state; counters and the scheduler
+                are loaded without too.
+            load_lr_scheduler_states: whether to load the scheduler.
+            load_module_only: whether to load the weights only; the client state is returned.
+            custom_load_fn: as for :meth:`load_module_state_dict`; without the optimizer's state.
+
+        Returns:
+            The path and the client state, or ``(None, None)`` where there is no checkpoint.
+        """
+        folder = Path(load_dir)
+        if tag is None:
+            if not (folder / "latest").is_file():
+                return None, None
+            tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        path = folder / tag
+        _check_is_own(path, folder / "converted" / tag)
+        found = checkpoint.training_state(path)
+        data: Any = found.values.get("data") or {}
+        state, scheduler = self._core.state, self.lr_scheduler
+        left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
+        is_whole = load_optimizer_states and not load_module_only and custom_load_fn is None
+        if is_whole and self.optimizer is not None:
+            kept = state._replace(frozen=None) if left_out else state
+            loaded = checkpoint.load(path, kept).state
+            self._core.state = loaded._replace(frozen=state.frozen) if left_out else loaded
+            for group, rate in zip(self.optimizer.param_groups, data.get("lr", ()), strict=False):
+                group["lr"] = rate
+        else:
+            weights = {name: x.load() for name, x in {**found.params, **found.buffers}.items()}
+            ties = data.get("ties", {}).items()
+            weights |= {name: weights[own] for name, own in ties if own in weights}
+            self.load_module_state_dict(
+                weights, load_module_strict and not left_out, custom_load_fn
+            )
+        self._core.zero_grad()
+        if not load_module_only:
+            for counter, value in data.get("counters", {}).items():
+                setattr(self, counter, value)
+            if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
+                scheduler.load_state_dict(data["lr_scheduler"])
+        self.loaded_checkpoint_tag = tag
+        return str(path), unpacked(data)
+
+    def load_universal_checkpoint(self) -> bool:
+        """Return ``False``: :meth:`load_checkpoint` takes any number of ranks as it is."""
+        return False
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole weights in the dtype of the state as one file; every rank must call.
+
+        Returns:
+            ``True``, also where ``stage3_gather_16bit_weights_on_model_save`` is false.
+
+        Raises:
+            CheckpointError: on all ranks, where rank 0 cannot write.
+        """
+        weights = self.module_state_dict(exclude_frozen_parameters)
+        whole = lambda: {name: value.cpu().clone() for name, value in weights.items()}
+        path = Path(save_dir) / save_filename
+        write_on_rank_0(self._group, path, lambda partial: torch.save(whole(), partial))
+        return True
+
+    save_fp16_model = save_16bit_model
 
 
-def save(
-    engine: Any,
-    save_dir: str | Path,
-    tag: str | None,
-    client_state: Mapping[str, Any] | None,
-    save_latest: bool,
-    exclude_frozen: bool,
-) -> bool:
-    """Save an engine; see :meth:`DeepSpeedEngine.save_checkpoint`."""
-    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    folder, scheduler, state = Path(save_dir), engine.lr_scheduler, engine._core.state
-    _check_tag(engine._group, name)
-    data = {
-        **packed(client_state or {}),
-        "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
-        "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
-        "lr": engine.get_lr(),
-        "ties": _ties(engine.module),
-    }
-    kept = state._replace(frozen=None) if exclude_frozen else state
-    saved = checkpoint.save(folder / name, kept, keep=1, data=data)
-
-    def write_script(path: Path) -> None:
-        _remove_others(folder / name, saved.path)
-        _write(path, zero_to_fp32.SCRIPT.encode())
-
-    write_on_rank_0(engine._group, folder / "zero_to_fp32.py", write_script)
-    if save_latest:
-        write_on_rank_0(engine._group, folder / "latest", lambda path: _write(path, name.encode()))
-    return True
-
-
-def load(
-    engine: Any, load_dir: str | Path, tag: str | None, parts: CheckpointParts
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Load an engine; see :meth:`DeepSpeedEngine.load_checkpoint`."""
-    folder = Path(load_dir)
-    if tag is None:
-        named = folder / "latest"
-        if not named.is_file():
-            return None, None
-        tag = named.read_text(encoding="utf-8").strip()
-    path = folder / tag
+def _check_is_own(path: Path, converted: Path) -> None:
+    """Refuse a directory that this engine has not written."""
     if any(path.glob(_DEEPSPEED)):
         raise CheckpointError(
             f"load_checkpoint() loads what this engine saved; got {str(path)!r}, which DeepSpeed "
             "wrote; convert it with zf.checkpoint.convert(zf.sources.deepspeed(path), new_path), "
-            f"with new_path {str(folder / 'converted' / tag)!r}, and load that"
+            f"with new_path {str(converted)!r}, and load that"
         )
     if not path.is_dir() or checkpoint.latest(path) is None:
         raise CheckpointError(
             f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
             ", which has no checkpoint; pass the tag of one, or leave the tag out"
         )
-    found = checkpoint.training_state(path)
-    data: Any = found.values.get("data") or {}
-    state = engine._core.state
-    left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
-    if parts.optimizer and parts.custom is None and engine.optimizer is not None:
-        kept = state._replace(frozen=None) if left_out else state
-        loaded = checkpoint.load(path, kept).state
-        engine._core.state = loaded._replace(frozen=state.frozen) if left_out else loaded
-        for group, rate in zip(engine.optimizer.param_groups, data.get("lr", ()), strict=False):
-            group["lr"] = rate
-    else:
-        weights = {name: leaf.load() for name, leaf in {**found.params, **found.buffers}.items()}
-        ties = {name: weights[own] for name, own in data.get("ties", {}).items() if own in weights}
-        strict = parts.is_strict and not left_out
-        engine.load_module_state_dict(weights | ties, strict, parts.custom)
-    engine.zero_grad()
-    if parts.counters:
-        for counter, value in data.get("counters", {}).items():
-            setattr(engine, counter, value)
-    if parts.scheduler and engine.lr_scheduler is not None and data.get("lr_scheduler"):
-        engine.lr_scheduler.load_state_dict(data["lr_scheduler"])
-    engine.loaded_checkpoint_tag = tag
-    return str(path), unpacked(data)
 
 
 def _remove_others(folder: Path, saved: str) -> None:
@@ -147,17 +262,6 @@ def _check_tag(group: Group, tag: str) -> None:
             f"all ranks save under one tag; got {tag!r} here, and another one on some rank; leave "
             "the number of the rank out of the tag"
         )
-
-
-def write_weights(weights: Mapping[str, Any], path: Path, group: Group) -> bool:
-    """Write weights on rank 0; the other ranks wait.
-
-    Raises:
-        CheckpointError: on all ranks, where rank 0 cannot write.
-    """
-    whole = lambda: {name: value.cpu().clone() for name, value in weights.items()}
-    write_on_rank_0(group, path, lambda partial: torch.save(whole(), partial))
-    return True
 
 
 def write_on_rank_0(group: Group, path: Path, write: Callable[[Path], None]) -> None:

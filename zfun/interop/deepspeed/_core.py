@@ -31,11 +31,9 @@ from zfun.sources import Deferred
 def freed(module: nn.Module) -> Iterator[Mapping[str, Deferred]]:
     """Let a new engine take a module that another one may have, as a context; all ranks enter.
 
-    As in DeepSpeed, a second ``initialize`` of a module begins with the values of the first.
-
-    Returns:
-        A context whose value has the values that the module itself has not, by name. Where the
-        context ends with an error, the module is a plain one with these values.
+    As in DeepSpeed, a second ``initialize`` of a module begins with the values of the first. The
+    context gives the values that the module itself has not, by name. Where it ends with an error,
+    the module is a plain one with these values.
     """
     live = live_of(module)
     values: dict[str, Deferred] = {}
@@ -62,11 +60,8 @@ def made(
 ) -> Engine:
     """Return the engine of zfun for the options, with the module's values of rank 0.
 
-    Args:
-        module: is live afterwards; some parameters may be in pieces.
-        settings: the options.
-        group: the ranks.
-        values: by name, those that the module has not.
+    The module is live afterwards. Some parameters may be in pieces, and ``values`` has those that
+    the module has not.
     """
     recipe = settings.recipe
     if recipe.rows is not None:
@@ -78,10 +73,9 @@ def made(
     if away:
         plain = {name: p for name, p in named.items() if name not in away}
         plain |= dict(module.named_buffers())
+        own = {name: x.detach() for name, x in plain.items()}
         with torch.no_grad():
-            for name, value in broadcast(
-                {name: x.detach() for name, x in plain.items()}, group, 0, name="parameters"
-            ).items():
+            for name, value in broadcast(own, group, 0, name="parameters").items():
                 plain[name].copy_(value)
     nothing = {} if settings.groups is not None else {"trainable": lambda name, leaf: False}
     engine = Engine(
@@ -151,22 +145,18 @@ class CoreValues(TensorOwner):
         return own(fn, recurse)
 
     def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the whole values; every rank must call."""
         engine, names = self._named(params)
         return [value.clone() for value in engine.gathered_all(names)]
 
     def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        """Take new whole values, the same on every rank; every rank must call."""
         engine, names = self._named(params)
         engine.replace(dict(zip(names, values, strict=True)))
 
     def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        """Let parameters be plain ones with these values, which a rank may write alone."""
         engine, names = self._named(params)
         engine.expose(dict(zip(names, values, strict=True)))
 
     def hide(self, params: Sequence[nn.Parameter]) -> None:
-        """Let parameters be those of the state again."""
         engine, names = self._named(params)
         engine.cover(names)
 

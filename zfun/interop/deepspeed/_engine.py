@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,18 +13,20 @@ from torch.utils.data import DataLoader
 
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.interop.deepspeed import _checkpoint
 from zfun.interop.deepspeed._absent import ABSENT, refusal
+from zfun.interop.deepspeed._answers import NAMES, answer
+from zfun.interop.deepspeed._checkpoint import SavedEngine
 from zfun.interop.deepspeed._core import made
-from zfun.interop.deepspeed._getters import value_of
 from zfun.interop.deepspeed._optimizer import EngineOptimizer
-from zfun.interop.deepspeed._phases import Phases
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
 
 
-class DeepSpeedEngine(Phases):
+class DeepSpeedEngine(SavedEngine):
     """The engine that ``initialize`` returns.
+
+    DeepSpeed's methods without arguments that return a size, a number or a value of the
+    configuration, such as ``get_lr()`` and ``zero_optimization_stage()``, are there too.
 
     Attributes:
         module: the model, which is live: a call of it, or of a part, is a call of the engine.
@@ -73,8 +73,7 @@ class DeepSpeedEngine(Phases):
         # The context around backward() in which no step may be taken.
         self._within: str | None = None
         self._boundary: bool | None = None
-        # The step at whose end rank 0 got the weights.
-        self._consolidated_at: int | None = None
+        self._consolidated_at = None
         if settings.recipe.stage == 3 and hasattr(module, "save_pretrained"):
             self._core.wrap("save_pretrained", self._save_pretrained)
         if settings.recipe.stage == 3:
@@ -83,16 +82,13 @@ class DeepSpeedEngine(Phases):
     def __getattr__(self, name: str) -> Any:
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        settings, module = self.__dict__.get("_settings"), self.__dict__["_modules"].get("module")
-        if settings is None or module is None:
+        module = self.__dict__["_modules"].get("module")
+        if module is None or "_settings" not in self.__dict__:
             raise AttributeError(name)
-        with contextlib.suppress(KeyError):
-            value = value_of(name, settings.values, settings.given)
-            return lambda: value
-        if name in ABSENT["engine"]:
-            raise refusal("engine", name, {})
-        if not hasattr(module, name):
-            raise refusal("engine", name, dict.fromkeys(dir(type(self))))
+        if name in NAMES:
+            return answer(self, name)
+        if name in ABSENT["engine"] or not hasattr(module, name):
+            raise refusal("engine", name, dict.fromkeys([*dir(type(self)), *NAMES]))
         return getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +116,7 @@ class DeepSpeedEngine(Phases):
             The loss, divided if ``scale_wrt_gas``.
         """
         self._check_trained("backward")
-        gas = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        gas = self._settings.recipe.num_micro_batches if scale_wrt_gas else 1
         self._core.backward(loss, scale=1.0 / gas, retain_graph=retain_graph)
         return loss.detach() / gas
 
@@ -135,7 +131,7 @@ class DeepSpeedEngine(Phases):
             way to gradients is refused.
         """
         self._check_trained("scale")
-        if self.cur_scale == 1.0:
+        if self._core.loss_scale == 1.0:
             return loss
 
         def backward(
@@ -148,7 +144,7 @@ class DeepSpeedEngine(Phases):
                 )
             self.backward(loss, retain_graph=bool(retain_graph))
 
-        scaled: Any = loss * self.cur_scale
+        scaled: Any = loss * self._core.loss_scale
         scaled.backward = backward
         return scaled
 
@@ -175,7 +171,8 @@ class DeepSpeedEngine(Phases):
         if not info.skipped and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        self.global_samples += self.train_batch_size() if self._settings.recipe.batch else 0
+        batch = self._settings.recipe.batch
+        self.global_samples += 0 if batch is None else batch.train
 
     def was_step_applied(self) -> bool:
         """Return whether the last :meth:`step` updated the parameters."""
@@ -187,7 +184,7 @@ class DeepSpeedEngine(Phases):
             return self._boundary
         if not self._settings.values["managed_gradient_accumulation"]:
             return True
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return (self.micro_steps + 1) % self._settings.recipe.num_micro_batches == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next calls of :meth:`step` update the parameters."""
@@ -237,143 +234,3 @@ class DeepSpeedEngine(Phases):
 
     def empty_partition_cache(self) -> None:
         """Do nothing: no gathered parameter outlives a call."""
-
-    def state_dict(  # pyrefly: ignore[bad-override]
-        self, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Return the whole weights, with ``module.`` before each name; every rank must call."""
-        return {f"module.{name}": value for name, value in self.module_state_dict().items()}
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the whole weights by the module's own names; every rank must call."""
-        found = self._core.state_dict()
-        frozen = {n for n, x in self.module.named_parameters() if not x.requires_grad}
-        left_out = frozen if exclude_frozen_parameters else frozenset[str]()
-        return {name: value for name, value in found.items() if name not in left_out}
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any] | None:
-        """Return the whole weights on rank 0, and ``None`` elsewhere; every rank must call."""
-        found = self.module_state_dict(exclude_frozen_parameters)
-        self._consolidated_at = self.global_steps
-        return found if self._group.rank == 0 else None
-
-    def _save_pretrained(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``save_pretrained``, unless rank 0 has the weights, and this rank writes nothing.
-
-        A script passes ``state_dict=accelerator.get_state_dict(engine)``, which is ``None`` on
-        this rank, so the method would gather the weights on this rank alone.
-        """
-        given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
-        is_idle = given.get("is_main_process") is False and given.get("state_dict") is None
-        if is_idle and self._group.rank != 0 and self._consolidated_at == self.global_steps:
-            return None
-        return own(*args, **kwargs)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def load_module_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> None:
-        """Take whole weights; every rank must call.
-
-        Args:
-            state_dict: by the module's own names, such as ``checkpoint["module"]``.
-            strict: whether each name of the module must be there.
-            custom_load_fn: ``custom_load_fn(src=weights, dst=module)``, which writes to the module.
-        """
-        weights = state_dict.get("module", state_dict)
-        if custom_load_fn is None:
-            self._core.replace(weights, strict=strict)
-            return
-        with torch.no_grad():
-            custom_load_fn(src=weights, dst=self.module)
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the state, the counters and the scheduler; every rank must call.
-
-        Args:
-            save_dir: the directory of all checkpoints.
-            tag: the name of this one, the same on every rank; by default ``global_step`` and the
-                number.
-            client_state: the script's own values; those of rank 0. Numbers, text, lists, dicts and
-                small tensors are kept as they are, and others as a pickle.
-            save_latest: whether ``latest`` names this checkpoint.
-            exclude_frozen_parameters: whether ``load_checkpoint`` leaves the parameters alone that
-                are not trained. They are in the checkpoint all the same.
-
-        Returns:
-            ``True``.
-        """
-        return _checkpoint.save(
-            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
-
-        Args:
-            load_dir: the directory of all checkpoints.
-            tag: the name of the checkpoint; by default the one that ``latest`` names.
-            load_module_strict: whether each name of the module must be there.
-            load_optimizer_states: whether to load the optimizer's state; counters and the scheduler
-                are loaded without too.
-            load_lr_scheduler_states: whether to load the scheduler.
-            load_module_only: whether to load the weights only; the client state is returned.
-            custom_load_fn: as for :meth:`load_module_state_dict`; without the optimizer's state.
-
-        Returns:
-            The path and the client state, or ``(None, None)`` where there is no checkpoint.
-        """
-        return _checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            _checkpoint.CheckpointParts(
-                is_strict=load_module_strict,
-                optimizer=load_optimizer_states and not load_module_only,
-                counters=not load_module_only,
-                scheduler=load_lr_scheduler_states and not load_module_only,
-                custom=custom_load_fn,
-            ),
-        )
-
-    def load_universal_checkpoint(self) -> bool:
-        """Return ``False``: :meth:`load_checkpoint` takes any number of ranks as it is."""
-        return False
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the whole weights in the dtype of the state as one file; every rank must call.
-
-        Returns:
-            ``True``, also where ``stage3_gather_16bit_weights_on_model_save`` is false.
-        """
-        weights = self.module_state_dict(exclude_frozen_parameters)
-        return _checkpoint.write_weights(weights, Path(save_dir) / save_filename, self._group)
-
-    save_fp16_model = save_16bit_model

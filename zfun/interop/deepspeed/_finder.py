@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from logging import getLogger
@@ -104,10 +104,9 @@ class _Empty(Loader):
         path, remedy = self._path, remedy_of(self._path)
 
         def find(name: str) -> Any:
-            full = f"{_HERE}.{path}.{name}"
             if not is_dunder(name):
                 if f"{path}.{name}" in {*HOMES, *ABSENT_MODULES, *_FOLDERS}:
-                    return importlib.import_module(full)
+                    return importlib.import_module(f"{_HERE}.{path}.{name}")
                 if remedy is not None:
                     return placeholder(f"{path}.{name}", remedy)
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
@@ -115,54 +114,51 @@ class _Empty(Loader):
         vars(module)["__getattr__"] = find
 
 
-class _Here(MetaPathFinder):
-    """Finds the modules of this package that are no files."""
+class _Finder(MetaPathFinder):
+    """Finds modules by a function from the path below a package to a loader."""
+
+    def __init__(self, package: str, loader_of: Callable[[str], Loader | None]) -> None:
+        self._package, self._loader_of = package, loader_of
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        start, _, name = fullname.partition(f"{_HERE}.")
-        if start or not name:
+        if not f"{fullname}.".startswith(f"{self._package}."):
             return None
-        if name in HOMES:
-            loader: Loader = _Same(f"{_HERE}.{HOMES[name]}".rstrip("."))
-        elif name in _FOLDERS or remedy_of(name) is not None:
-            loader = _Empty(name)
-        else:
-            return None
-        return ModuleSpec(fullname, loader, is_package=True)
+        loader = self._loader_of(fullname[len(self._package) + 1 :])
+        return None if loader is None else ModuleSpec(fullname, loader, is_package=True)
 
 
-class _Named(MetaPathFinder):
+class _Named(_Finder):
     """Finds ``deepspeed`` and its modules, and the distribution of this name."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        first, _, rest = fullname.partition(".")
-        if first != _NAME:
-            return None
-        home = f"{_HERE}.{rest}".rstrip(".")
-        if importlib.util.find_spec(home) is None:
-            return None
-        return ModuleSpec(fullname, _Same(home), is_package=True)
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
         """Return the distribution ``deepspeed``, if this one or all are wanted."""
-        wanted = None if context is None else context.name
-        if wanted not in (None, _NAME):
+        if context is not None and context.name not in (None, _NAME):
             return []
         return importlib.metadata.MetadataPathFinder.find_distributions(
             importlib.metadata.DistributionFinder.Context(name=_NAME, path=[str(SITE)])
         )
 
 
+def _here(path: str) -> Loader | None:
+    """Return the loader of a module of this package that is no file."""
+    if path in HOMES:
+        return _Same(f"{_HERE}.{HOMES[path]}".rstrip("."))
+    return _Empty(path) if path in _FOLDERS or (path and remedy_of(path) is not None) else None
+
+
+def _named(path: str) -> Loader | None:
+    home = f"{_HERE}.{path}".rstrip(".")
+    return None if importlib.util.find_spec(home) is None else _Same(home)
+
+
 def add_finder() -> None:
     """Let Python find the modules of this package that are no files."""
-    if not any(isinstance(finder, _Here) for finder in sys.meta_path):
-        sys.meta_path.append(_Here())
+    if not any(type(finder) is _Finder for finder in sys.meta_path):
+        sys.meta_path.append(_Finder(_HERE, _here))
 
 
 def install() -> None:
@@ -208,7 +204,7 @@ def install() -> None:
             "not used",
             others[0].version,
         )
-    sys.meta_path.insert(0, _Named())
+    sys.meta_path.insert(0, _Named(_NAME, _named))
     # Libraries ask weights inside of backward, which are parameters in DeepSpeed. Here they are
     # tensors with whole values, and those that autograd saves have no attributes of their own.
     status = importlib.import_module(f"{_HERE}.runtime.zero").ZeroParamStatus

@@ -13,7 +13,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._core import freed
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher, local_device
-from zfun.interop.deepspeed._settings import config_of, settings_of
+from zfun.interop.deepspeed._settings import Given, config_of, settings_of
 from zfun.interop.deepspeed.runtime.zero._owners import taken
 from zfun.interop.ds_config import AutoValues
 from zfun.options import ANY, FUNCTION, PATH, instance, takes
@@ -22,18 +22,11 @@ _CONFIG = instance(Mapping, "a dict", '{"zero_optimization": {"stage": 3}}') | P
 
 
 @takes(
-    args=ANY,
+    **dict.fromkeys(("args", "optimizer", "model_parameters", "training_data", "mpu"), ANY),
+    **dict.fromkeys(("lr_scheduler", "distributed_port", "dist_init_required", "mesh_param"), ANY),
     model=instance(nn.Module, "an nn.Module", "torch.nn.Linear(2, 1)") | None,
-    optimizer=ANY,
-    model_parameters=ANY,
-    training_data=ANY,
-    lr_scheduler=ANY,
-    distributed_port=ANY,
-    mpu=ANY,
-    dist_init_required=ANY,
     collate_fn=FUNCTION | None,
     config=_CONFIG,
-    mesh_param=ANY,
     config_params=_CONFIG,
     auto=instance(AutoValues, "a zf.interop.AutoValues", "zf.interop.AutoValues(hidden_size=768)")
     | None,
@@ -116,23 +109,10 @@ def initialize(
     group = group_of(ranks)
     device = local_device()
     with taken(model), freed(model) as values:
-        settings = settings_of(
-            model,
-            chosen,
-            group.size,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-            auto=auto,
-        )
-        engine = DeepSpeedEngine(
-            model.to(device),
-            settings,
-            group,
-            device=device,
-            collate_fn=collate_fn,
-            values=values,
-        )
+        given = Given(optimizer, model_parameters, lr_scheduler, auto or AutoValues())
+        settings = settings_of(model, chosen, group.size, given)
+        places = {"device": device, "collate_fn": collate_fn, "values": values}
+        engine = DeepSpeedEngine(model.to(device), settings, group, **places)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -7,18 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._numbers import EngineNumbers
+from zfun.interop.deepspeed._answers import batch_of
+from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
+from zfun.interop.engine import Engine
 
 
-class Phases(EngineNumbers):
+class Phases(nn.Module):
     """An engine whose blocks, state and sizes change between steps."""
 
+    optimizer: torch.optim.Optimizer | None
     collate_fn: Any
     is_compiled: bool
+    _settings: Settings
+    _core: Engine
+    _group: Group
 
     def _check_trained(self, method: str) -> None:
         if not self._core.has_module:
@@ -80,14 +88,10 @@ class Phases(EngineNumbers):
             collate_fn: as for a ``DataLoader``; by default that of ``initialize``.
             num_local_io_workers: processes that read; by default none.
         """
-        batch_size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+        batch_size = batch_of(self).micro if batch_size is None else batch_size
         if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(
-                dataset,
-                num_replicas=self._group.size,
-                rank=self._group.rank,
-                shuffle=route == "train",
-            )
+            ranks = {"num_replicas": self._group.size, "rank": self._group.rank}
+            data_sampler = DistributedSampler(dataset, shuffle=route == "train", **ranks)
         return DataLoader(
             dataset,
             batch_size,
@@ -128,11 +132,8 @@ class Phases(EngineNumbers):
                 "write offload_optimizer with device 'nvme' into the configuration"
             )
         chosen = lambda *names: include is None or any(name in include for name in names)
-        self._core.offload(
-            params=chosen("lp_params"),
-            optimizer=chosen("hp_params", "optim_states"),
-            pin=pin_memory,
-        )
+        optimizer = chosen("hp_params", "optim_states")
+        self._core.offload(params=chosen("lp_params"), optimizer=optimizer, pin=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the state back that :meth:`offload_states` has moved.
@@ -141,6 +142,11 @@ class Phases(EngineNumbers):
             non_blocking: accepted and not used.
         """
         self._core.reload()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in () if self.optimizer is None else self.optimizer.param_groups:
+            group["lr"] = lr
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of micro-batches for each step from now on.
@@ -151,7 +157,7 @@ class Phases(EngineNumbers):
         Raises:
             OptionError: no whole number of micro-batches.
         """
-        batch = self._batch()
+        batch = batch_of(self)
         accumulation, rest = divmod(train_batch_size, batch.micro * batch.world_size)
         if rest or accumulation < 1:
             raise OptionError(
@@ -167,7 +173,7 @@ class Phases(EngineNumbers):
         Args:
             micro_batch_size: samples that a rank computes at a time.
         """
-        batch = self._batch()
+        batch = batch_of(self)
         train = micro_batch_size * batch.accumulation * batch.world_size
         self._resize(batch._replace(train=train, micro=micro_batch_size))
 

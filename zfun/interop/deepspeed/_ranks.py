@@ -89,13 +89,11 @@ def group_of(ranks: Any = None) -> Group:
         return ranks
     if ranks is None and not dist.is_initialized():
         return single_group()
-    return _made(dist.group.WORLD if ranks is None else ranks)
+    return _group(dist.group.WORLD if ranks is None else ranks)
 
 
-@functools.lru_cache(maxsize=16)
-def _made(ranks: Any) -> Group:
-    """Return one group for each process group, because a group has connections of its own."""
-    return process_group(ranks)
+# One group for each process group, because a group has connections of its own.
+_group = functools.lru_cache(maxsize=16)(process_group)
 
 
 def local_rank() -> int:

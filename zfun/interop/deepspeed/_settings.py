@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
-from zfun.interop.deepspeed.ops._described import Described
+from zfun.interop.deepspeed.ops import Described
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
@@ -44,6 +44,15 @@ class Settings:
     groups: ParamGroups | None
     scheduler: Any
     config: Mapping[str, Any]
+
+
+class Given(NamedTuple):
+    """The arguments of ``initialize`` beside the model and the configuration."""
+
+    optimizer: Any
+    model_parameters: Iterable[Any] | None
+    lr_scheduler: Any
+    auto: AutoValues
 
 
 class Configured(ConfiguredOptimizer):
@@ -79,33 +88,21 @@ def settings_of(
     module: nn.Module,
     config: _Config,
     world_size: int,
-    *,
-    optimizer: Any = None,
-    model_parameters: Iterable[Any] | None = None,
-    lr_scheduler: Any = None,
-    auto: AutoValues | None = None,
+    script: Given,
 ) -> Settings:
     """Read a configuration for a module, an optimizer and a schedule of the script.
-
-    Args:
-        module: the model.
-        config: the configuration.
-        world_size: ranks.
-        optimizer: an optimizer, or a function from the parameters to one; the configuration's by
-            default.
-        model_parameters: parameters, or groups of parameters; all that are trained by default.
-        lr_scheduler: a scheduler, or a function from the optimizer to one.
-        auto: values for ``"auto"``; some are known without.
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.
         OptionError: a scheduler without an optimizer, or an optimizer of other parameters.
     """
     keys, name = read(config)
-    params = _trained(module) if model_parameters is None else list(model_parameters)
+    params: Any = script.model_parameters
+    params = [p for p in module.parameters() if p.requires_grad] if params is None else list(params)
+    optimizer = script.optimizer
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(params)
-    known = _known(module, world_size, optimizer, auto or AutoValues())
+    known = _known(module, world_size, optimizer, script.auto)
     # All mistakes are reported before anything is made. An optimizer of the script wins.
     recipe = from_ds_config(config, auto=known, optimizer=None if optimizer is None else optim.sgd)
     found = checked(keys, known, has_optimizer=optimizer is not None)
@@ -113,14 +110,14 @@ def settings_of(
     if made is None and recipe.rule is not None:
         made = Configured(params, recipe.rule)
     if made is None:
-        if lr_scheduler is not None or recipe.scheduler is not None:
+        if script.lr_scheduler is not None or recipe.scheduler is not None:
             raise OptionError(
                 f"a scheduler changes an optimizer; got none, and {name} has no section "
                 "optimizer; pass optimizer=, such as torch.optim.AdamW(model.parameters(), "
                 "lr=3e-4), or leave the scheduler out for a model that is not trained"
             )
         return Settings(recipe, found.values, found.given, None, None, None, keys)
-    scheduler = _scheduler(recipe, made, lr_scheduler)
+    scheduler = _scheduler(recipe, made, script.lr_scheduler)
     own = {id(param) for param in module.parameters()}
     for param in (p for group in made.param_groups for p in group["params"]):
         if id(param) not in own:
@@ -133,10 +130,6 @@ def settings_of(
     if isinstance(made, Described):
         made.is_attached = True
     return Settings(recipe, found.values, found.given, made, groups, scheduler, keys)
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [param for param in module.parameters() if param.requires_grad]
 
 
 def _known(module: nn.Module, world_size: int, optimizer: Any, auto: AutoValues) -> AutoValues:

@@ -162,24 +162,40 @@ def solve_batch(
         >>> solve_batch(32, [1, 2, 3, 7], world_size=4)
         ElasticBatch(train=24, world_sizes=(1, 2, 3, 4, 6, 8, 12, 24), micro=3)
     """
-    if version == 0.2:
-        return _by_nodes(
-            max_batch,
-            micro_batches,
-            world_size,
-            (min_ranks, max_ranks),
-            prefer_larger,
-            ranks_per_node,
-            model_parallel,
-        )
-    if model_parallel > 1:
+    if version == 0.1:
+        if model_parallel > 1:
+            raise OptionError(
+                "version 0.1 is for data parallelism alone; got "
+                f"model_parallel={model_parallel}; use version=0.2"
+            )
+        train, sizes = _by_ranks(max_batch, micro_batches, min_ranks, max_ranks, prefer_larger)
+        micro = None if world_size is None else _largest(train, sizes, micro_batches, world_size)
+        return ElasticBatch(train, sizes, micro)
+    if ranks_per_node % model_parallel:
         raise OptionError(
-            "version 0.1 is for data parallelism alone; got "
-            f"model_parallel={model_parallel}; use version=0.2"
+            "the ranks of a node must be whole replicas; got ranks_per_node="
+            f"{ranks_per_node} and model_parallel={model_parallel}; use a divisor"
         )
-    train, sizes = _by_ranks(max_batch, micro_batches, min_ranks, max_ranks, prefer_larger)
-    micro = None if world_size is None else _largest(train, sizes, micro_batches, world_size)
-    return ElasticBatch(train, sizes, micro)
+    if world_size is None:
+        raise OptionError("version 0.2 needs the number of ranks; got none; pass world_size")
+    replicas, now = ranks_per_node // model_parallel, world_size // model_parallel
+    least = max(1, min_ranks // ranks_per_node)
+    most = None if max_ranks is None else max(1, max_ranks // ranks_per_node)
+    train, nodes = _by_ranks(max_batch // replicas, micro_batches, least, most, prefer_larger)
+    train, sizes = train * replicas, tuple(count * replicas for count in nodes)
+    if now not in sizes:
+        # The largest multiple of what these ranks compute at a time.
+        steps = [micro * now for micro in micro_batches if now and micro * now <= max_batch]
+        if not steps:
+            raise OptionError(
+                f"a micro-batch of each rank must fit into max_batch={max_batch}; got {world_size} "
+                f"ranks, {ranks_per_node} on a node, and micro-batches {list(micro_batches)}; "
+                "raise max_batch"
+            )
+        fitting = [max_batch // step * step for step in steps]
+        train, sizes = max(fitting) if prefer_larger else min(fitting), (now,)
+    good = [micro for micro in micro_batches if train // now % micro == 0]
+    return ElasticBatch(train, sizes, (max(good) if prefer_larger else good[0]) if good else None)
 
 
 def _by_ranks(
@@ -210,15 +226,9 @@ def _by_ranks(
 
 def _sizes(train: int, micros: Sequence[int], least: int, most: int) -> tuple[int, ...]:
     """Return the numbers of ranks that divide a batch into whole micro-batches."""
-    found = set()
-    for micro in micros:
-        if train % micro:
-            continue
-        whole = train // micro
-        for small in range(1, math.isqrt(whole) + 1):
-            if whole % small == 0:
-                found |= {small, whole // small}
-    return tuple(sorted(size for size in found if least <= size <= most))
+    wholes = {train // micro for micro in micros if train % micro == 0}
+    divisors = ((n, x // n) for x in wholes for n in range(1, math.isqrt(x) + 1) if x % n == 0)
+    return tuple(sorted({n for pair in divisors for n in pair if least <= n <= most}))
 
 
 def _largest(train: int, sizes: tuple[int, ...], micros: Sequence[int], world_size: int) -> int:
@@ -228,47 +238,3 @@ def _largest(train: int, sizes: tuple[int, ...], micros: Sequence[int], world_si
             f"{world_size}; use one of {', '.join(map(str, sizes))}"
         )
     return max(micro for micro in micros if train // world_size % micro == 0)
-
-
-def _by_nodes(
-    max_batch: int,
-    micros: Sequence[int],
-    world_size: int | None,
-    limits: tuple[int, int | None],
-    prefer_larger: bool,
-    per_node: int,
-    model_parallel: int,
-) -> ElasticBatch:
-    if per_node % model_parallel:
-        raise OptionError(
-            "the ranks of a node must be whole replicas; got "
-            f"ranks_per_node={per_node} and model_parallel={model_parallel}; use a divisor"
-        )
-    if world_size is None:
-        raise OptionError("version 0.2 needs the number of ranks; got none; pass world_size")
-    replicas = per_node // model_parallel
-    now = world_size // model_parallel
-    least, most = limits
-    train, nodes = _by_ranks(
-        max_batch // replicas,
-        micros,
-        max(1, least // per_node),
-        None if most is None else max(1, most // per_node),
-        prefer_larger,
-    )
-    train, sizes = train * replicas, tuple(count * replicas for count in nodes)
-    if now not in sizes:
-        # The largest multiple of what these ranks compute at a time.
-        fitting = [
-            max_batch // (micro * now) * micro * now
-            for micro in micros
-            if now and micro * now <= max_batch
-        ]
-        if not fitting:
-            raise OptionError(
-                f"a micro-batch of each rank must fit into max_batch={max_batch}; got {world_size} "
-                f"ranks, {per_node} on a node, and micro-batches {list(micros)}; raise max_batch"
-            )
-        train, sizes = max(fitting) if prefer_larger else min(fitting), (now,)
-    good = [micro for micro in micros if train // now % micro == 0]
-    return ElasticBatch(train, sizes, (max(good) if prefer_larger else good[0]) if good else None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from zfun.interop.ds_config._build import Note, Notes
 from zfun.interop.ds_config._values import Checked, Values
 from zfun.interop.ds_config.table._keys import Key
 from zfun.tables import html_table
@@ -14,15 +13,22 @@ _Z = "zero_optimization"
 _HEADER = ("key", "value", "verdict", "becomes", "why")
 # Keys whose defaults matter although the configuration leaves them out.
 _NOTABLE = ("gradient_clipping", "communication_data_type", "gradient_accumulation_steps")
-_NOTABLE_AT_3 = tuple(
-    f"{_Z}.stage3_{name}"
-    for name in (
-        "prefetch_bucket_size",
-        "param_persistence_threshold",
-        "max_live_parameters",
-        "max_reuse_distance",
-    )
+_NOTABLE_AT_3 = (
+    f"{_Z}.stage3_prefetch_bucket_size",
+    f"{_Z}.stage3_param_persistence_threshold",
+    f"{_Z}.stage3_max_live_parameters",
+    f"{_Z}.stage3_max_reuse_distance",
 )
+
+
+class Note(NamedTuple):
+    """A better description of a key than the one in the table."""
+
+    becomes: str
+    why: str = ""
+
+
+Notes: TypeAlias = dict[str, Note]
 
 
 class Entry(NamedTuple):
@@ -121,11 +127,8 @@ def _unused(path: str, values: Values) -> str:
 
 
 def _rows(entries: Sequence[Entry]) -> list[list[str]]:
-    rows = []
-    for entry in entries:
-        given = "" if entry.verdict == "default" else _short(entry.given)
-        rows.append([entry.path, given, entry.verdict, entry.becomes, entry.why])
-    return rows
+    given = lambda entry: "" if entry.verdict == "default" else _short(entry.given)
+    return [[one.path, given(one), one.verdict, one.becomes, one.why] for one in entries]
 
 
 def _short(value: Any) -> str:

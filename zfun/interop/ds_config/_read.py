@@ -63,13 +63,13 @@ def read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str
     twice: list[Mistake] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        section: dict[str, Any] = {}
         for key, value in items:
-            if key in found:
-                got, rule = f"{found[key]!r} and {value!r}", "a key stands once in its section"
+            if key in section:
+                got, rule = f"{section[key]!r} and {value!r}", "a key stands once in its section"
                 twice.append(Mistake(key, rule, got, "remove one"))
-            found[key] = value
-        return found
+            section[key] = value
+        return section
 
     try:
         keys = json.loads(_without_comments(text), object_pairs_hook=pairs)

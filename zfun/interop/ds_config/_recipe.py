@@ -16,11 +16,10 @@ from zfun.compression import Compression
 from zfun.errors import OptionError
 from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._batch import Batch
-from zfun.interop.ds_config._build import StoreChoice
 from zfun.interop.ds_config._explain import Entry, html_of, text_of
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._optimizers import Rule, schedule_for
-from zfun.interop.ds_config._parts import clipped, parts_of
+from zfun.interop.ds_config._parts import StoreChoice, clipped, parts_of
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._rules import contradictions
 from zfun.interop.ds_config._values import checked
@@ -173,13 +172,8 @@ class Recipe:
         if self.rows is not None:
             mesh = split(group, self.rows)
             group = mesh if self.secondary else mesh.inner
-        own: dict[str, Any] = {
-            "precision": self.precision,
-            "num_micro_batches": self.num_micro_batches,
-            "compression": self.compression,
-            "schedule": self.schedule,
-            "bucket_bytes": self.bucket_bytes,
-        }
+        names = ("precision", "num_micro_batches", "compression", "schedule", "bucket_bytes")
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
         if "offload" not in options:
             own["offload"] = self.offload()
         if self.autocast is not None:

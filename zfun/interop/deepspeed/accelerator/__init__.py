@@ -10,6 +10,7 @@ import functools
 import os
 import resource
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,6 @@ from torch import Tensor
 
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import local_device
-
-__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported"]
 
 
 def _resident(device_index: Any = None) -> int:
@@ -47,9 +46,46 @@ def _no_context(*args: Any, **kwargs: Any) -> Any:
     return contextlib.nullcontext()
 
 
+def _module() -> ModuleType:
+    return torch.cuda if torch.cuda.is_available() else torch.cpu
+
+
+def _is_synchronous() -> bool:
+    """Return whether an operation is done when its call returns."""
+    return not torch.cuda.is_available()
+
+
+def _device_name(device_index: int | None = None) -> str:
+    """Return ``"cuda"`` or ``"cpu"``, with the index if there is one."""
+    kind = local_device().type
+    return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
+
+
+def _current_device() -> Any:
+    """Return the index of the device; on CPUs the string ``"cpu"``."""
+    device = local_device()
+    return device.type if device.index is None else device.index
+
+
+def _choose(current_env: Any, local_accelerator_ids: Any) -> None:
+    """Choose devices in an environment."""
+    current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
+
+
+def _dtypes() -> list[torch.dtype]:
+    """Return the floating dtypes in which a model trains."""
+    half = [torch.bfloat16] if get_accelerator().is_bf16_supported() else []
+    return [torch.float32, torch.float16, *half]
+
+
 # On both kinds of device.
 _BOTH: Mapping[str, Callable[..., Any]] = {
+    "amp": lambda: _module().amp,
+    "build_extension": lambda: import_module("torch.utils.cpp_extension").BuildExtension,
+    "current_device": _current_device,
+    "current_device_name": lambda: str(local_device()),
     "device_count": lambda: max(1, torch.cuda.device_count()),
+    "device_name": _device_name,
     "export_envs": lambda: ["NCCL", "LD_LIBRARY", "PATH"],
     "is_available": lambda: True,
     "is_fp16_supported": lambda: True,
@@ -57,14 +93,19 @@ _BOTH: Mapping[str, Callable[..., Any]] = {
     "lazy_call": lambda callback: callback(),
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
+    "on_accelerator": lambda tensor: tensor.device.type == local_device().type,
     "op_builder_dir": lambda: "deepspeed.ops.op_builder",
     "prefer_triton_grouped_mm": lambda: False,
     "random": lambda: torch.random,
+    "set_visible_devices_envs": _choose,
+    "supported_dtypes": _dtypes,
     "unpin_memory": _nothing,
     "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     # No kernel is built.
     "create_op_builder": _nothing,
     "get_op_builder": _nothing,
+    **dict.fromkeys(("is_synchronized_device", "use_host_timers"), _is_synchronous),
+    **dict.fromkeys(("resolves_data_dependency", "handles_memory_backpressure"), _is_synchronous),
 }
 # On a CPU the memory of the process stands for the allocator's, and each operation is done when its
 # call returns, so there are no streams, events and graphs.
@@ -96,18 +137,9 @@ _CPU: Mapping[str, Any] = {
     "total_memory": lambda device_index=None: _pages("SC_PHYS_PAGES"),
     **dict.fromkeys(("memory_allocated", "memory_cached", "memory_reserved"), _resident),
     **dict.fromkeys(("max_memory_allocated", "max_memory_cached", "max_memory_reserved"), _peak),
-    **dict.fromkeys(
-        (
-            "empty_cache",
-            "ipc_collect",
-            "reset_max_memory_allocated",
-            "reset_max_memory_cached",
-            "reset_peak_memory_stats",
-            "set_device",
-            "synchronize",
-        ),
-        _nothing,
-    ),
+    **dict.fromkeys(("empty_cache", "ipc_collect", "set_device", "synchronize"), _nothing),
+    **dict.fromkeys(("reset_max_memory_allocated", "reset_max_memory_cached"), _nothing),
+    "reset_peak_memory_stats": _nothing,
 }
 # Other names are torch.cuda's.
 _CUDA: Mapping[str, Callable[..., Any]] = {
@@ -160,59 +192,13 @@ class DeepSpeedAccelerator:
         if name in _DTYPES:
             return functools.partial(self._tensor, _DTYPES[name])
         table = {**_BOTH, **(_CUDA if torch.cuda.is_available() else _CPU)}
-        return table[name] if name in table else getattr(self._module, name)
-
-    @property
-    def _module(self) -> ModuleType:
-        return torch.cuda if torch.cuda.is_available() else torch.cpu
-
-    @property
-    def _name(self) -> str:
-        return local_device().type
+        return table[name] if name in table else getattr(_module(), name)
 
     def _tensor(self, dtype: torch.dtype, *args: Any) -> Tensor:
         """Make a tensor as ``torch.FloatTensor`` does: of values, or of a size."""
         if args and isinstance(args[0], int):
             return torch.empty(args, dtype=dtype, device=local_device())
         return torch.tensor(*args or ([],), dtype=dtype, device=local_device())
-
-    def is_synchronized_device(self) -> bool:
-        """Return whether an operation is done when its call returns."""
-        return not torch.cuda.is_available()
-
-    use_host_timers = resolves_data_dependency = is_synchronized_device
-    handles_memory_backpressure = is_synchronized_device
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """Return ``"cuda"`` or ``"cpu"``, with the index if there is one."""
-        kind = self._name
-        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
-
-    def current_device_name(self) -> str:
-        """Return the device as a string for ``torch.device``."""
-        return str(local_device())
-
-    def current_device(self) -> Any:
-        """Return the index of the device; on CPUs the string ``"cpu"``."""
-        device = local_device()
-        return device.type if device.index is None else device.index
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device."""
-        return tensor.device.type == self._name
-
-    def set_visible_devices_envs(self, current_env: Any, local_accelerator_ids: Any) -> None:
-        """Choose devices in an environment."""
-        current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the floating dtypes in which a model trains."""
-        half = [torch.bfloat16] if self.is_bf16_supported() else []
-        return [torch.float32, torch.float16, *half]
-
-    def amp(self) -> Any:
-        """Return ``torch.cuda.amp`` or ``torch.cpu.amp``."""
-        return self._module.amp
 
     def get_compile_backend(self) -> str:
         """Return the backend for ``torch.compile``."""
@@ -221,12 +207,6 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         """Choose the backend for ``torch.compile``."""
         self._compile_backend = backend
-
-    def build_extension(self) -> Any:
-        """Return the class with which ``setuptools`` builds extensions of torch."""
-        from torch.utils.cpp_extension import BuildExtension
-
-        return BuildExtension
 
 
 @functools.cache

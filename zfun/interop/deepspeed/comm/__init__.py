@@ -14,24 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zfun.interop.deepspeed._absent import ABSENT, absent, is_dunder
-from zfun.interop.deepspeed._ranks import init_distributed, local_rank, tell_accelerate
-
-__all__ = [
-    "barrier",
-    "configure",
-    "get_all_ranks_from_group",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "init_distributed",
-    "initialize_mesh_device",
-    "is_available",
-    "is_initialized",
-    "log_summary",
-    "reset_log",
-]
+from zfun.interop.deepspeed._ranks import init_distributed as init_distributed
+from zfun.interop.deepspeed._ranks import local_rank, tell_accelerate
 
 _LOG = frozenset(["debug", "log_name", "prof"])
 # DeepSpeed's names that torch spells otherwise; newer ones stand first.
@@ -44,32 +28,11 @@ _TORCH = {
 }
 
 
-def is_available() -> bool:
-    """Return whether ``torch.distributed`` can be used.
-
-    Example:
-        >>> is_available()
-        True
-    """
-    return dist.is_available()
-
-
 def is_initialized() -> bool:
     """Return whether there is a process group."""
-    found = dist.is_initialized()
-    if found:
+    if is_begun := dist.is_initialized():
         tell_accelerate(dist.get_backend())
-    return found
-
-
-def get_local_rank() -> int:
-    """Return the number of this process on the host.
-
-    Example:
-        >>> get_local_rank()
-        0
-    """
-    return local_rank()
+    return is_begun
 
 
 def get_rank(group: Any = None) -> int:
@@ -107,11 +70,6 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return [get_global_rank(group, rank) for rank in range(get_world_size(group))]
 
 
-def get_world_group() -> Any:
-    """Return the process group of all ranks."""
-    return dist.group.WORLD
-
-
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **log: Any) -> Any:
     """Wait for all ranks.
 
@@ -132,24 +90,18 @@ def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:
 
 
 def configure(*args: Any, **options: Any) -> None:
-    """Do nothing: torch.profiler and ``zf.record`` measure collectives."""
+    """Do nothing: torch.profiler and ``zf.record`` measure collectives, so there is no log."""
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log nothing: torch.profiler and ``zf.record`` measure collectives."""
+    """Log nothing, as :func:`configure`."""
     return {} if return_dict else None
 
 
-def reset_log() -> None:
-    """Do nothing: there is no log."""
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Return ``True``."""
-    return True
-
-
-has_reduce_scatter_tensor = has_coalescing_manager = has_all_gather_into_tensor
+reset_log = configure
+get_local_rank = local_rank
+get_world_group = lambda: dist.group.WORLD
+has_all_gather_into_tensor = has_reduce_scatter_tensor = has_coalescing_manager = lambda: True
 
 
 @functools.cache

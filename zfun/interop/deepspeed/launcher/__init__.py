@@ -7,8 +7,6 @@
 """
 
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.deepspeed.launcher import runner
-
-__all__ = ["runner"]
+from zfun.interop.deepspeed.launcher import runner as runner
 
 __getattr__ = absent("launcher", globals())

@@ -39,34 +39,14 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._finder import SITE
 
-__all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "Start",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "start_of",
-]
-
 # accelerate appends variables for the launcher of several hosts to this file.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 _LOCAL = "localhost"
 _TORCHRUN = ["-m", "torch.distributed.run"]
-# Flags for ssh and for DeepSpeed's own files, of which torchrun needs none, with their arguments.
-_UNUSED = {
-    "--launcher": 1,
-    "--launcher_args": 1,
-    "--ssh_port": 1,
-    "--comment": 1,
-    "--account": 1,
-    "--bind_core_list": 1,
-    "--no_ssh": 0,
-    "--no_ssh_check": 0,
-    "--force_multi": 0,
-    "--save_pid": 0,
-    "--bind_cores_to_rank": 0,
-}
+# For ssh and for DeepSpeed's own files, of which torchrun needs none: options, then flags.
+_UNUSED = "--launcher --launcher_args --ssh_port --comment --account --bind_core_list"
+_FLAGS = "--no_ssh --no_ssh_check --force_multi --save_pid --bind_cores_to_rank"
 _REFUSED = {
     "--autotuning": "compare stages before a run with zf.planner.plan",
     "--elastic_training": "start torchrun --nnodes MIN:MAX behind python -m zfun.interop.deepspeed",
@@ -101,13 +81,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_python", action="store_true", help="the script is a program")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     add("--enable_each_rank_log", metavar="FOLDER", help="standard output of each rank as a file")
-    for flag, count in _UNUSED.items():
-        help_ = argparse.SUPPRESS
-        add(flag, help=help_) if count else add(flag, action="store_true", help=help_)
-    for flag in _REFUSED:
-        add(
-            flag, nargs="?" if flag == "--autotuning" else 0, help=argparse.SUPPRESS, action=_Refuse
-        )
+    for option in _UNUSED.split():
+        add(option, help=argparse.SUPPRESS)
+    for flag in _FLAGS.split():
+        add(flag, action="store_true", help=argparse.SUPPRESS)
+    add("--autotuning", nargs="?", help=argparse.SUPPRESS, action=_Refuse)
+    add("--elastic_training", nargs=0, help=argparse.SUPPRESS, action=_Refuse)
     add("user_script", help="a script, or a command with its arguments")
     add("user_args", nargs=argparse.REMAINDER)
     return parser.parse_args(args)
@@ -229,13 +208,13 @@ def _hosts_of(args: argparse.Namespace) -> dict[str, list[int]]:
     chosen, left_out = _slots_of(args.include), _slots_of(args.exclude)
     if chosen and left_out:
         raise OptionError("the launcher takes --include or --exclude; got both; leave one out")
-    count = _devices()
     if listed is None:
         if (args.num_nodes or 1) > 1:
             raise OptionError(
                 f"several hosts come from a file; got --num_nodes {args.num_nodes} without one; "
                 "pass --hostfile, with lines 'host slots=N'"
             )
+        count = max(1, torch.cuda.device_count())
         largest = max([count - 1, *(slot for slots in chosen.values() for slot in slots)])
         listed = {_LOCAL: largest + 1 if args.num_gpus is None else args.num_gpus}
     hosts = {host: list(range(slots)) for host, slots in listed.items()}
@@ -269,10 +248,6 @@ def _slots_of(text: str) -> dict[str, list[int]]:
             )
         found[host] = sorted({int(slot) for slot in slots.split(",")} if slots else ())
     return found
-
-
-def _devices() -> int:
-    return max(1, torch.cuda.device_count())
 
 
 def _node_of(hosts: Sequence[str], given: int | None) -> int:

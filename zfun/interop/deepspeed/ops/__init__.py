@@ -6,23 +6,142 @@ an optimizer steps by the same rule of ``zfun.optim``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
+import torch
+
+from zfun import tree
+from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.deepspeed.ops._described import Described
+from zfun.interop.ds_config import Rule, rule_for
+from zfun.interop.ds_config._optimizers import rule_of
+from zfun.interop.ds_config._values import checked
+from zfun.optim import Optimizer
 
-__all__ = [
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
-    "FusedAdam",
-    "FusedLamb",
-    "FusedLion",
-    "OnebitAdam",
-]
+# Options of the rules, options with one value, and options that change nothing.
+_RULES: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "adam_w_mode": True,
+    "adamw_mode": True,
+    "freeze_step": 100_000,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+}
+_ONLY = {"bias_correction": True, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "amsgrad": False}
+_UNUSED = {
+    "deepspeed": None,
+    "set_grad_none": True,
+    "fp32_optimizer_states": True,
+    "cuda_aware": False,
+    "comm_backend_name": "nccl",
+}
+_REMEDIES = {"max_grad_norm": "write gradient_clipping into the configuration"}
+# Options of torch's optimizers, whose groups a script may pass on.
+_NEVER = {"amsgrad": False, "maximize": False}
 
-_Betas = tuple[float, float]
+
+class Described(torch.optim.Optimizer):
+    """Parameter groups with their options, which an engine of ``initialize`` steps; or itself.
+
+    Attributes:
+        kind: the type of the optimizer in a configuration.
+        order: the arguments, as DeepSpeed orders them.
+        own: defaults that are not those of the other classes.
+        unused: options that have one value elsewhere, and change nothing here.
+        is_attached: whether an engine steps.
+
+    Raises:
+        OptionError: an option has another value than the rule.
+    """
+
+    kind: ClassVar[str]
+    order: ClassVar[str]
+    own: ClassVar[Mapping[str, Any]] = {}
+    unused: ClassVar[tuple[str, ...]] = ()
+    is_attached = False
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls) -> None:
+        params, *names = cls.order.split()
+        defaults = {**_RULES, **_ONLY, **_UNUSED, **cls.own}
+        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        options = [inspect.Parameter(name, either, default=defaults[name]) for name in names]
+        cls.__signature__ = inspect.Signature([inspect.Parameter(params, either), *options])
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        (_, params), *options = bound.arguments.items()
+        defaults = {name: x for name, x in options if name in _RULES}
+        if "betas" in defaults:
+            defaults["betas"] = tuple(defaults["betas"])
+        if "adamw_mode" in defaults:
+            defaults["adam_w_mode"] = defaults.pop("adamw_mode")
+        super().__init__(params, defaults)
+        values = [(n, x, _ONLY[n]) for n, x in options if n in _ONLY and n not in self.unused]
+        for group in self.param_groups:
+            values += [(name, group.get(name, no), no) for name, no in _NEVER.items()]
+        for name, value, wanted in values:
+            if value != wanted:
+                raise OptionError(
+                    f"{type(self).__name__} has {name}={wanted!r} only; got {value!r}; "
+                    f"{_REMEDIES.get(name, 'leave the option out')}"
+                )
+
+    @property
+    def rule(self) -> Rule:
+        """The optimizer as data; the groups have their own numbers."""
+        params = {"lr": float(self.param_groups[0]["lr"])}
+        rule = rule_of(checked({"optimizer": {"type": self.kind, "params": params}}), "optimizer")
+        assert rule is not None
+        return rule
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each parameter that has a gradient; inside of an engine do nothing.
+
+        Args:
+            closure: computes the loss and the gradients.
+
+        Returns:
+            The loss of the closure.
+        """
+        if self.is_attached:
+            return None
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                rule = self._rule(group)
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._step(rule, param)
+        return loss
+
+    def _rule(self, group: Mapping[str, Any]) -> Optimizer:
+        """Return the rule of a group, as a configuration with these options has it."""
+        if self.kind == "OneBitAdam":
+            raise OptionError(
+                f"{type(self).__name__} compresses the gradients of several ranks; got step() "
+                "without an engine; pass the optimizer to deepspeed.initialize(), and call "
+                "engine.step()"
+            )
+        own = {name: group.get(name, value) for name, value in self.rule.options.items()}
+        lists = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
+        return rule_for(Rule(self.kind, lists))
+
+    def _step(self, rule: Optimizer, param: torch.Tensor) -> None:
+        # A state dict of torch holds tensors and numbers, so the state is the leaves of zfun's.
+        spec = tree.structure(rule.init(param))
+        state = self.state[param]
+        leaves = state.get("leaves") or tree.leaves(rule.init(param))
+        new, after = rule.apply(param.grad, tree.unflatten(spec, leaves), param)
+        state["leaves"] = tree.leaves(after)
+        param.copy_(new)
 
 
 class FusedAdam(Described):
@@ -43,81 +162,27 @@ class FusedAdam(Described):
     """
 
     kind = "Adam"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: _Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        only = {"bias_correction": (bias_correction, True), "amsgrad": (amsgrad, False)}
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": tuple(betas),
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "adam_w_mode": adam_w_mode,
-            },
-            only,
-        )
+    order = "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
 
 
 class DeepSpeedCPUAdam(FusedAdam):
     """:class:`FusedAdam` with other arguments; ``offload_optimizer`` chooses the place."""
 
-    def __init__(
-        self,
-        model_params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: _Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        super().__init__(
-            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
-        )
+    order = (
+        "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode "
+        "fp32_optimizer_states"
+    )
 
 
 class OnebitAdam(Described):
     """1-bit Adam; see :func:`zfun.optim.onebit_adam`. It steps inside of an engine only."""
 
     kind = "OneBitAdam"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        deepspeed: Any = None,
-        lr: float = 1e-3,
-        freeze_step: int = 100000,
-        bias_correction: bool = True,
-        betas: _Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        amsgrad: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
-    ) -> None:
-        only = {
-            "eps_inside_sqrt": (eps_inside_sqrt, False),
-            "amsgrad": (amsgrad, False),
-            "max_grad_norm": (max_grad_norm, 0.0),
-        }
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "freeze_step": freeze_step}, only)
+    order = (
+        "params deepspeed lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay "
+        "max_grad_norm amsgrad cuda_aware comm_backend_name"
+    )
+    unused = ("bias_correction",)
 
 
 class FusedLamb(Described):
@@ -128,77 +193,33 @@ class FusedLamb(Described):
     """
 
     kind = "Lamb"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: _Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> None:
-        only = {
-            "bias_correction": (bias_correction, True),
-            "eps_inside_sqrt": (eps_inside_sqrt, False),
-            "max_grad_norm": (max_grad_norm, 0.0),
-            "amsgrad": (amsgrad, False),
-        }
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "max_coeff": max_coeff, "min_coeff": min_coeff}, only)
+    order = (
+        "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff "
+        "min_coeff amsgrad"
+    )
 
 
 class FusedLion(Described):
     """Lion; see :func:`zfun.optim.lion`."""
 
     kind = "Lion"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: _Betas = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+    order = "params lr betas weight_decay set_grad_none"
+    own: ClassVar = {"betas": (0.9, 0.99)}
 
 
 class DeepSpeedCPULion(FusedLion):
     """:class:`FusedLion` with other arguments."""
 
-    def __init__(
-        self,
-        model_params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: _Betas = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        super().__init__(model_params, lr, betas, weight_decay)
+    order = "model_params lr betas weight_decay fp32_optimizer_states"
+    own: ClassVar = {"betas": (0.9, 0.999)}
 
 
 class DeepSpeedCPUAdagrad(Described):
     """Adagrad; see :func:`zfun.optim.adagrad`."""
 
     kind = "Adagrad"
-
-    def __init__(
-        self,
-        model_params: Iterable[Any],
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(model_params, defaults, {"amsgrad": (amsgrad, False)})
+    order = "model_params lr eps weight_decay amsgrad fp32_optimizer_states"
+    own: ClassVar = {"lr": 1e-2, "eps": 1e-10}
 
 
 __getattr__ = absent("ops", globals())

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader
 
 from zfun.interop.deepspeed._absent import absent
 
-__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
-
 # initialize() returns a loader of torch for training_data.
 DeepSpeedDataLoader = DataLoader
 

@@ -22,22 +22,6 @@ from zfun.interop.ds_config._read import read
 from zfun.stores import Store
 from zfun.transforms import remat
 
-__all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "get_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]
-
-
 _MODEL_PARALLEL = "model-parallel-rng"
 
 
@@ -48,6 +32,9 @@ class _Choices:
     is_made: bool = False
     store: Store | None = None
     shard_over: Group | None = None
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return remat(function, store=self.store, shard_over=self.shard_over)(*args)
 
 
 _CHOICES = _Choices()
@@ -85,17 +72,13 @@ def configure(
     section: Mapping[str, Any] = {}
     if deepspeed_config is not None:
         section = read(deepspeed_config)[0].get("activation_checkpointing", {})
-    in_host = section.get("cpu_checkpointing") if checkpoint_in_cpu is None else checkpoint_in_cpu
-    parts = (
-        section.get("partition_activations")
-        if partition_activations is None
-        else partition_activations
-    )
+    in_host, parts = checkpoint_in_cpu, partition_activations
+    in_host = section.get("cpu_checkpointing") if in_host is None else in_host
+    parts = section.get("partition_activations") if parts is None else parts
+    ranks = mpu_.get_model_parallel_group() if parts and mpu_ is not None else None
     _CHOICES.is_made = True
     _CHOICES.store = stores.host() if in_host else None
-    _CHOICES.shard_over = (
-        group_of(mpu_.get_model_parallel_group()) if parts and mpu_ is not None else None
-    )
+    _CHOICES.shard_over = None if ranks is None else group_of(ranks)
 
 
 def is_configured() -> bool:
@@ -135,23 +118,23 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         >>> x.grad
         tensor([2., 2.])
     """
-    if not get_rng_tracker().states_:
-        return remat(function, store=_CHOICES.store, shard_over=_CHOICES.shard_over)(*args)
-    begun = get_rng_tracker().get_states()
+    tracker = get_rng_tracker()
+    if not tracker.states_:
+        return _CHOICES.run(function, args)
+    begun, is_second = tracker.get_states(), False
 
     def again(*args: Any) -> Any:
         # The first call leaves the states that it reached; the second goes back to them.
-        now = get_rng_tracker().get_states()
-        get_rng_tracker().set_states(dict(begun))
+        now = tracker.get_states()
+        tracker.set_states(dict(begun))
         try:
             return function(*args)
         finally:
             if is_second:
-                get_rng_tracker().set_states(now)
+                tracker.set_states(now)
 
-    is_second: list[bool] = []
-    out = remat(again, store=_CHOICES.store, shard_over=_CHOICES.shard_over)(*args)
-    is_second.append(True)
+    out = _CHOICES.run(again, args)
+    is_second = True
     return out
 
 
@@ -245,12 +228,9 @@ class CudaRNGStatesTracker:
                 f"each state has a name and a seed of its own; got {name!r} with {seed}, which is "
                 "taken; call reset() first"
             )
-        here = get_accelerator()
-        before = here.get_rng_state()
-        here.manual_seed(seed)
         self.seeds_.add(seed)
-        self.states_[name] = here.get_rng_state()
-        here.set_rng_state(before)
+        with self._drawing(name):
+            get_accelerator().manual_seed(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
@@ -260,9 +240,15 @@ class CudaRNGStatesTracker:
                 f"fork() takes the name of a state; got {name!r}, and the names are "
                 f"{list(self.states_)}; call add() first"
             )
+        with self._drawing(name):
+            get_accelerator().set_rng_state(self.states_[name])
+            yield
+
+    @contextlib.contextmanager
+    def _drawing(self, name: str) -> Iterator[None]:
+        """Keep the generator's state at the end under a name, and put back that of the start."""
         here = get_accelerator()
         before = here.get_rng_state()
-        here.set_rng_state(self.states_[name])
         try:
             yield
         finally:

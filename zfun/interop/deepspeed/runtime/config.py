@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from zfun.errors import ConfigError, OptionError
 from zfun.interop.deepspeed import comm
@@ -18,23 +19,12 @@ from zfun.interop.deepspeed._absent import absent
 from zfun.interop.ds_config import AutoValues, batch_of, solve_batch
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import checked, walk
-
-__all__ = [
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "ZeroStageEnum",
-    "compute_elastic_config",
-    "elasticity_enabled",
-    "get_zero_config",
-]
+from zfun.interop.ds_config._values import checked
 
 _Z = "zero_optimization"
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Values of the run that "auto" waits for, which is no mistake here.
+_PENDING = tuple(field.name for field in fields(AutoValues))
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ConfigError
 ElasticityIncompatibleWorldSize = OptionError
 
@@ -42,39 +32,33 @@ ElasticityIncompatibleWorldSize = OptionError
 class ZeroStageEnum(enum.IntEnum):
     """The stages."""
 
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
+    disabled, optimizer_states, gradients, weights, max_stage = 0, 1, 2, 3, 3
 
 
 class OffloadDeviceEnum(enum.StrEnum):
     """The places of an offloaded part."""
 
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+    none, cpu, nvme = "none", "cpu", "nvme"
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
     """The parts of a state that ``offload_states`` moves."""
 
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
+    optim_states, hp_params = "optim_states", "hp_params"
+    lp_params, lp_grads = "lp_params", "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 class _Section(SimpleNamespace):
     """A section of a configuration with its values as attributes."""
 
-    def __init__(self, section: str = _Z, /, **given: Any) -> None:
-        inner: Any = given
-        for name in reversed(section.split(".")):
-            inner = {name: inner}
-        super().__init__(**_values_of(inner, section))
+    _path: ClassVar[str]
+
+    def __init__(self, **given: Any) -> None:
+        keys = given
+        for name in reversed(self._path.split(".")):
+            keys = {name: keys}
+        super().__init__(**_values_of(keys, self._path))
 
     def model_dump(self, **how: Any) -> dict[str, Any]:
         """Return the values as a dict."""
@@ -94,23 +78,23 @@ class DeepSpeedZeroConfig(_Section):
         (True, True)
     """
 
+    _path = _Z
+
     def __init__(self, strict: bool = False, **given: Any) -> None:
-        super().__init__(_Z, **given)
+        super().__init__(**given)
         self.stage = ZeroStageEnum(self.stage)
 
 
 class DeepSpeedZeroOffloadParamConfig(_Section):
     """The section ``offload_param``."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(f"{_Z}.offload_param", **given)
+    _path = f"{_Z}.offload_param"
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     """The section ``offload_optimizer``."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(f"{_Z}.offload_optimizer", **given)
+    _path = f"{_Z}.offload_optimizer"
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
@@ -144,22 +128,12 @@ class DeepSpeedConfig(SimpleNamespace):
         for name in ("optimizer", "scheduler"):
             section = keys.get(name) or {}
             values |= {f"{name}_name": section.get("type"), f"{name}_params": section.get("params")}
-        sizes = [
-            keys.get(name)
-            for name in (
-                "train_batch_size",
-                "train_micro_batch_size_per_gpu",
-                "gradient_accumulation_steps",
-            )
-        ]
-        sizes = [None if size == "auto" else size for size in sizes]
-        if sizes[:2] != [None, None]:
-            batch = batch_of(size, train=sizes[0], micro=sizes[1], accumulation=sizes[2])
-            values |= {
-                "train_batch_size": batch.train,
-                "train_micro_batch_size_per_gpu": batch.micro,
-                "gradient_accumulation_steps": batch.accumulation,
-            }
+        train, micro, steps = (
+            None if (given := keys.get(name)) == "auto" else given for name in _SIZES
+        )
+        if train is not None or micro is not None:
+            batch = batch_of(size, train=train, micro=micro, accumulation=steps)
+            values |= dict(zip(_SIZES, batch[:3], strict=True))
         zero = get_zero_config(keys) if isinstance(keys.get(_Z, {}), Mapping) else None
         half, brain = values["fp16"], values["bf16"]
         super().__init__(
@@ -183,35 +157,24 @@ def _values_of(keys: Mapping[str, Any], section: str) -> dict[str, Any]:
     Raises:
         ConfigError: keys of the section have mistakes.
     """
-    walked = walk(keys)
-    values = checked(keys, AutoValues()).values
+    found = checked(keys, late=_PENDING)
     start = f"{section}." if section else ""
-    mistakes = [one for one in walked.mistakes if str(one[0]).startswith(start)]
+    mistakes = [one for one in found.mistakes if one.path.startswith(start)]
     if mistakes:
         raise error_of(mistakes, section or "the configuration")
-    found: dict[str, Any] = {}
-    names = {
-        path.removeprefix(start).partition(".")[0] for path in walked.keys if path.startswith(start)
-    }
-    for name in sorted(names):
+    values: dict[str, Any] = {}
+    paths = [path.removeprefix(start) for path in found.keys if path.startswith(start)]
+    for name in sorted({path.partition(".")[0] for path in paths}):
         path = f"{start}{name}"
-        if path in walked.keys:
-            given = walked.given.get(path)
-            found[name] = given if given == "auto" else values[path]
-        elif section == "" and name == _Z:
-            continue
-        else:
-            inner = _Section.__new__(_Section)
-            is_off = section == _Z and not any(p.startswith(f"{path}.") for p in walked.given)
-            if is_off:
-                found[name] = None
-                continue
+        if path in found.keys:
+            given = found.given.get(path)
+            values[name] = given if given == "auto" else found.values.found[path]
+        elif section == _Z and not any(p.startswith(f"{path}.") for p in found.given):
+            values[name] = None
+        elif path != _Z:
+            values[name] = inner = _Section.__new__(_Section)
             vars(inner).update(_values_of(keys, path))
-            found[name] = inner
-    return found
-
-
-# Elasticity
+    return values
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:

@@ -10,15 +10,6 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.ds_config._optimizers import Rule, completed, momentum_for, schedule_for
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-]
-
 
 class Scheduled:
     """A schedule over steps, by the keys that the configuration has for the type.

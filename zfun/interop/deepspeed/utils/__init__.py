@@ -16,67 +16,11 @@ from torch import Tensor, nn
 from zfun import tree
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed.accelerator import get_accelerator
-from zfun.interop.deepspeed.runtime import RepeatingLoader
-from zfun.interop.deepspeed.utils import groups, zero_to_fp32
-from zfun.interop.deepspeed.utils._params import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-)
-from zfun.interop.deepspeed.utils.z3_leaf_module import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
-
-__all__ = [
-    "OnDevice",
-    "RepeatingLoader",
-    "clone_tensors_for_torch_save",
-    "get_z3_leaf_modules",
-    "groups",
-    "instrument_w_nvtx",
-    "is_initialized",
-    "is_moe_param",
-    "log_dist",
-    "logger",
-    "move_to_device",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "see_memory_usage",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-    "zero_to_fp32",
-]
+from zfun.interop.deepspeed.runtime import RepeatingLoader as RepeatingLoader
+from zfun.interop.deepspeed.utils import groups as groups
+from zfun.interop.deepspeed.utils import zero_to_fp32 as zero_to_fp32
+from zfun.interop.deepspeed.utils._params import *  # noqa: F403
+from zfun.interop.deepspeed.utils.z3_leaf_module import *  # noqa: F403
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -138,10 +82,7 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def is_initialized() -> bool:
-    """Return whether there is a process group."""
-    return dist.is_initialized()
-
+is_initialized = dist.is_initialized
 
 # Tensors
 
@@ -185,9 +126,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return tree.map(copy, item)
 
 
-def noop_context() -> Any:
-    """Return a context that does nothing."""
-    return contextlib.nullcontext()
+noop_context = contextlib.nullcontext
 
 
 def empty_cache() -> None:

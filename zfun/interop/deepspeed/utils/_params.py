@@ -6,6 +6,8 @@ Functions with ``full`` in the name have the whole value, and every rank must ca
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
         >>> safe_get_full_fp32_param(torch.nn.Linear(1, 1).weight) is None
         True
     """
-    return None if (found := _of(param)) is None else _whole(*_fp32(*found)).float()
+    return None if (part := _fp32(param)) is None else part.whole().float()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -52,21 +54,19 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """Return this rank's elements of a parameter, or of its master weight."""
-    return None if (found := _of(param)) is None else _local(*_fp32(*found)).float()
+    return None if (part := _fp32(param)) is None else part.local().float()
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set this rank's elements of a parameter of stage 3, and of its master weight."""
     engine, name = _needed(param, "safe_set_local_fp32_param")
-    state = engine.state
-    if state.params.placement is not S:
+    if engine.state.params.placement is not S:
         raise OptionError(
             "a rank has elements of its own at stage 3; got safe_set_local_fp32_param() of "
             f"{name!r} at another stage; call safe_set_full_fp32_param()"
         )
-    for flat in (*masters_of(state.opt_state), state.params, state.frozen):
-        if flat is not None and name in flat.layout.paths:
-            _write_local(flat, name, value)
+    for part in _copies(engine, name):
+        part.write(value, local=True)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -75,28 +75,23 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     Returns:
         The mean over the ranks, as the step will take; ``None`` before backward.
     """
-    found = _grads(param)
-    return None if found is None else _whole(*found[:2]).float() / found[2]
+    return None if (part := _grad(param)) is None else part.whole().float() / part.scale
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the whole gradient of a parameter for the next step, the same on every rank."""
     _needed(param, "safe_set_full_grad", value)
-    flat, name, scale = _needed_grads(param, "safe_set_full_grad")
-    _check_memory(flat)
-    write_leaves(flat, {name: value * scale})
+    _needed_grad(param, "safe_set_full_grad").write(value)
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """Return this rank's elements of the gradient, without the loss scale."""
-    found = _grads(param)
-    return None if found is None else _local(*found[:2]).float() / found[2]
+    return None if (part := _grad(param)) is None else part.local().float() / part.scale
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Set this rank's elements of the gradient for the next step."""
-    flat, name, scale = _needed_grads(param, "safe_set_local_grad")
-    _write_local(flat, name, value * scale)
+    _needed_grad(param, "safe_set_local_grad").write(value, local=True)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -113,30 +108,59 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     Raises:
         OptionError: the optimizer has no moments of this name.
     """
-    found = _moments(param, optim_state_key)
-    return None if found is None else _whole(*found)
+    return None if (part := _moments(param, optim_state_key)) is None else part.whole()
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set the whole moments of a parameter, the same on every rank."""
     _needed(param, "safe_set_full_optimizer_state", value)
-    if (found := _moments(param, optim_state_key)) is not None:
-        flat, name = found
-        _check_memory(flat)
-        write_leaves(flat, {name: value})
+    if (part := _moments(param, optim_state_key)) is not None:
+        part.write(value)
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """Return this rank's elements of the moments of a parameter."""
-    found = _moments(param, optim_state_key)
-    return None if found is None else _local(*found).clone()
+    return None if (part := _moments(param, optim_state_key)) is None else part.local().clone()
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's elements of the moments of a parameter."""
     _needed(param, "safe_set_local_optimizer_state")
-    if (found := _moments(param, optim_state_key)) is not None:
-        _write_local(*found, value)
+    if (part := _moments(param, optim_state_key)) is not None:
+        part.write(value, local=True)
+
+
+class _Part(NamedTuple):
+    """A leaf of a part of the state; ``scale`` is in the part, and not in a caller's values."""
+
+    flat: Flat
+    leaf: str
+    scale: float = 1.0
+
+    def whole(self) -> Tensor:
+        part = unshard(self.flat, lambda path, leaf: path == self.leaf)
+        return dict(zip(tree.paths(part), tree.leaves(part), strict=True))[self.leaf].clone()
+
+    def local(self) -> Tensor:
+        """Return this rank's elements as a vector: a view, unless a store has them."""
+        held = stores.resident(self.flat)
+        span = next(span for span in leaf_spans(held) if span.path == self.leaf)
+        return held.buffers[span.bucket][span.start : span.stop]
+
+    def write(self, value: Tensor, *, local: bool = False) -> None:
+        """Write in place the whole value, or the elements of this rank."""
+        if not all(isinstance(buffer, Tensor) for buffer in self.flat.buffers):
+            raise OptionError(
+                "single values are written to a state in memory; got a state in a store; leave "
+                "offload_optimizer out, or save and load with engine.save_checkpoint()"
+            )
+        if local and value.numel() != (size := self.local().numel()):
+            raise CheckpointError(
+                f"this rank has {size} elements of leaf {self.leaf!r}; got {value.numel()}; pass "
+                "values of this rank, at the same stage and number of ranks"
+            )
+        value = value if self.scale == 1.0 else value * self.scale
+        write_leaves(self.flat, {self.leaf: value}, local=local)
 
 
 def _of(param: Tensor) -> tuple[Engine, str] | None:
@@ -165,75 +189,46 @@ def _needed(param: Tensor, function: str, value: Tensor | None = None) -> tuple[
     return found
 
 
-def _fp32(engine: Engine, name: str) -> tuple[Flat, str]:
-    """Return the part of the state that has the most exact value of a leaf."""
+def _copies(engine: Engine, name: str) -> list[_Part]:
+    """Return the parts of the state with the value of a leaf, the most exact one first."""
     state = engine.state
     flats = (*masters_of(state.opt_state), state.params, state.frozen)
-    return next(x for x in flats if x is not None and name in x.layout.paths), name
+    return [_Part(x, name) for x in flats if x is not None and name in x.layout.paths]
 
 
-def _whole(flat: Flat, name: str) -> Tensor:
-    part = unshard(flat, lambda path, leaf: path == name)
-    return dict(zip(tree.paths(part), tree.leaves(part), strict=True))[name].clone()
+def _fp32(param: Tensor) -> _Part | None:
+    return None if (found := _of(param)) is None else _copies(*found)[0]
 
 
-def _grads(param: Tensor) -> tuple[Flat, str, float] | None:
+def _grad(param: Tensor) -> _Part | None:
     found = _of(param)
     if found is None or (grads := found[0].grads) is None or found[1] not in grads.layout.paths:
         return None
-    return grads, found[1], found[0].loss_scale
+    return _Part(grads, found[1], found[0].loss_scale)
 
 
-def _needed_grads(param: Tensor, function: str) -> tuple[Flat, str, float]:
-    found = _grads(param)
-    if found is None:
+def _needed_grad(param: Tensor, function: str) -> _Part:
+    part = _grad(param)
+    if part is None:
         raise OptionError(
             f"{function}() changes a gradient of backward(); got a parameter without one; call "
             "engine.backward(loss) first"
         )
-    return found
+    return part
 
 
-def _moments(param: Tensor, key: str) -> tuple[Flat, str] | None:
-    found = _of(param)
-    if found is None:
+def _moments(param: Tensor, key: str) -> _Part | None:
+    if (found := _of(param)) is None:
         return None
+    engine, name = found
     own = {
         TORCH_NAMES.get(field := path.rpartition(".")[2], field): part
-        for path, part in zip(*parts_of(found[0].state.opt_state), strict=True)
-        if isinstance(part, Flat) and found[1] in part.layout.paths
+        for path, part in zip(*parts_of(engine.state.opt_state), strict=True)
+        if isinstance(part, Flat) and name in part.layout.paths
     }
     if own and key not in own:
         raise OptionError(
-            f"an optimizer has moments by torch's names; got {key!r}, and leaf {found[1]!r} has "
+            f"an optimizer has moments by torch's names; got {key!r}, and leaf {name!r} has "
             f"{sorted(own)}; pass one of these"
         )
-    return (own[key], found[1]) if own else None
-
-
-def _local(flat: Flat, leaf: str) -> Tensor:
-    """Return this rank's elements of a leaf as a vector: a view, unless a store has them."""
-    held = stores.resident(flat)
-    span = next(span for span in leaf_spans(held) if span.path == leaf)
-    return held.buffers[span.bucket][span.start : span.stop]
-
-
-def _write_local(flat: Flat, leaf: str, value: Tensor) -> None:
-    """Write this rank's elements of a leaf, in place."""
-    _check_memory(flat)
-    size = _local(flat, leaf).numel()
-    if value.numel() != size:
-        raise CheckpointError(
-            f"this rank has {size} elements of leaf {leaf!r}; got {value.numel()}; pass values of "
-            "this rank, at the same stage and number of ranks"
-        )
-    write_leaves(flat, {leaf: value}, local=True)
-
-
-def _check_memory(flat: Flat) -> None:
-    """Refuse to write to a state that is in a store."""
-    if not all(isinstance(buffer, Tensor) for buffer in flat.buffers):
-        raise OptionError(
-            "single values are written to a state in memory; got a state in a store; leave "
-            "offload_optimizer out, or save and load with engine.save_checkpoint()"
-        )
+    return _Part(own[key], name) if own else None

@@ -13,8 +13,6 @@ from typing import Any
 from zfun.interop.deepspeed import comm
 from zfun.interop.deepspeed._absent import absent
 
-__all__ = ["TABLE", "mpu"]
-
 mpu = None
 
 _ALL: dict[str, Callable[[], Any]] = {

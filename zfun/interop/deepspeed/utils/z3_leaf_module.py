@@ -6,7 +6,7 @@ The order of collectives does not depend on the parameters that a rank uses, so 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,17 +14,6 @@ from torch import nn
 
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
-
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
 
 _LEAF = "_z3_leaf"
 
@@ -48,9 +37,9 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules of some names in the model; return these, and names without a module."""
-    found = _marked(model, module_names, lambda name, _, x: name == x, True, raise_if_not_found)
-    names = {name for name, _ in model.named_modules()}
-    return found, [name for name in module_names if name not in names]
+    is_named = lambda name, _, wanted: name == wanted
+    found = _marked(model, module_names, is_named, True, raise_if_not_found)
+    return found, _missing(model, module_names, is_named)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -59,8 +48,7 @@ def set_z3_leaf_modules_by_suffix(
     """Mark the modules whose names end so; return these, and ends without a module."""
     ends = lambda name, _, x: name == x or name.endswith(f".{x.lstrip('.')}")
     found = _marked(model, module_name_suffixes, ends, True, raise_if_not_found)
-    names = [name for name, _ in model.named_modules()]
-    return found, [x for x in module_name_suffixes if not any(ends(n, None, x) for n in names)]
+    return found, _missing(model, module_name_suffixes, ends)
 
 
 def unset_z3_leaf_modules(
@@ -97,15 +85,16 @@ def _is_of_class(name: str, module: nn.Module, wanted: Any) -> bool:
     return isinstance(module, wanted)
 
 
+def _missing(model: nn.Module, wanted: Sequence[str], fits: Any) -> list[str]:
+    names = [name for name, _ in model.named_modules()]
+    return [x for x in wanted if not any(fits(name, None, x) for name in names)]
+
+
 def _marked(
-    model: nn.Module, wanted: Iterable[Any], fits: Any, flag: bool, must: bool
+    model: nn.Module, wanted: Sequence[Any], fits: Any, flag: bool, must: bool
 ) -> list[nn.Module]:
-    wanted = list(wanted)
-    found = [
-        module
-        for name, module in model.named_modules()
-        if any(fits(name, module, x) for x in wanted)
-    ]
+    wanted, named = list(wanted), model.named_modules()
+    found = [module for name, module in named if any(fits(name, module, x) for x in wanted)]
     if not found and must:
         shown = [x if isinstance(x, str) else x.__name__ for x in wanted]
         raise OptionError(

@@ -9,32 +9,23 @@ command line::
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zfun.checkpoint import training_state
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.deepspeed._client import unpacked
 from zfun.options import BOOL, PATH, TEXT, integer, takes
 from zfun.sources import Source, TrainingState, joined, write_safetensors
 from zfun.sources import deepspeed as deepspeed_source
-
-__all__ = [
-    "SCRIPT",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-    "main",
-]
 
 # DeepSpeed puts a file zero_to_fp32.py into the directory of all checkpoints; this is its text.
 SCRIPT = """#!/usr/bin/env python
@@ -46,15 +37,12 @@ main()
 # Each goes with its files at the end of the process.
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
+_PLAIN, _PICKLED = "client_state", "client_pickle"
+_NUMBERS = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-@takes(
-    checkpoint_dir=PATH,
-    tag=TEXT | None,
-    exclude_frozen_parameters=BOOL,
-    lazy_mode=BOOL,
-)
+@takes(checkpoint_dir=PATH, tag=TEXT | None, exclude_frozen_parameters=BOOL, lazy_mode=BOOL)
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path,
     tag: str | None = None,
@@ -86,8 +74,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         ...     list(get_fp32_state_dict_from_zero_checkpoint(run))
         ['weight', 'bias']
     """
-    source = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
-    return {name: _wide(leaf.load()) for name, leaf in source.items()}
+    return _wide(_weights(checkpoint_dir, tag, exclude_frozen_parameters))
 
 
 @takes(
@@ -132,16 +119,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         ['bias', 'weight']
     """
     size = _bytes_of(max_shard_size)
-    if not safe_serialization:
-        weights = get_fp32_state_dict_from_zero_checkpoint(
-            checkpoint_dir, tag, exclude_frozen_parameters
-        )
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(weights, folder / "pytorch_model.bin")
-        return
     source = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
-    write_safetensors(output_dir, source, dtype=torch.float32, max_shard_bytes=size)
+    if safe_serialization:
+        write_safetensors(output_dir, source, dtype=torch.float32, max_shard_bytes=size)
+        return
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    torch.save(_wide(source), Path(output_dir) / "pytorch_model.bin")
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -206,15 +189,12 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    if found := sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=_numbers):
+    numbers = lambda path: [int(number) for number in re.findall(r"\d+", path.name)]
+    if found := sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=numbers):
         return [str(path) for path in found]
     _opened(Path(checkpoint_dir), None)
     content = {"optimizer_state_dict": {"zero_stage": 0}}
     return [_written("zero_pp_rank_0_mp_rank_00_optim_states.pt", content)]
-
-
-def _numbers(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def _written(name: str, content: Mapping[str, Any]) -> str:
@@ -276,8 +256,9 @@ def _opened(path: Path, tag: str | None) -> TrainingState:
     return training_state(folder)
 
 
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.float() if leaf.is_floating_point() else leaf
+def _wide(source: Source) -> dict[str, Tensor]:
+    loaded = ((name, leaf.load()) for name, leaf in source.items())
+    return {name: x.float() if x.is_floating_point() else x for name, x in loaded}
 
 
 def _bytes_of(size: str | int | None) -> int:
@@ -289,6 +270,38 @@ def _bytes_of(size: str | int | None) -> int:
     if unit not in _UNITS or not size[:-2].strip().isdigit():
         raise OptionError(f"max_shard_size is a number of KB, MB or GB; got {size!r}; write '5GB'")
     return int(size[:-2]) * _UNITS[unit]
+
+
+# The client state: plain values as they are, and pickles of others.
+
+
+def packed(client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a client state as entries of the data of a checkpoint."""
+    plain = {name: value for name, value in client_state.items() if _is_plain(value)}
+    others = {name: value for name, value in client_state.items() if name not in plain}
+    if not others:
+        return {_PLAIN: plain}
+    buffer = io.BytesIO()
+    torch.save(others, buffer)
+    return {_PLAIN: {**dict.fromkeys(client_state), **plain}, _PICKLED: buffer.getvalue()}
+
+
+def unpacked(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the client state of a checkpoint's data. A pickle may run code, as in DeepSpeed."""
+    plain, pickled = data.get(_PLAIN, {}), data.get(_PICKLED)
+    if pickled is None:
+        return dict(plain)
+    others = torch.load(io.BytesIO(pickled), map_location="cpu", weights_only=False)
+    return {**plain, **others}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value comes back as it is, with its type."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(x) for pair in value.items() for x in pair)
+    return type(value) in _NUMBERS
 
 
 __getattr__ = absent("utils.zero_to_fp32", globals())

@@ -8,32 +8,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.deepspeed.runtime.config import OffloadStateTypeEnum
-from zfun.interop.deepspeed.runtime.zero.partition_parameters import (
+from zfun.interop.deepspeed.runtime.config import OffloadStateTypeEnum as OffloadStateTypeEnum
+from zfun.interop.deepspeed.runtime.zero.partition_parameters import (  # noqa: F401
     GatheredParameters,
     Init,
     ZeroParamStatus,
 )
 from zfun.planner.formulae import Estimates, estimate_zero2, estimate_zero3, sizes_of
-
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "OffloadStateTypeEnum",
-    "ZeroParamStatus",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "register_external_parameter",
-    "unregister_external_parameter",
-]
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: Any) -> None:
@@ -74,8 +63,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> Estimates:
     """Print the memory that stage 2 takes for a number of parameters."""
-    machines = _machines(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    return _shown(estimate_zero2(total_params, **machines))
+    machines = (num_gpus_per_node, num_nodes, additional_buffer_factor)
+    return _shown(functools.partial(estimate_zero2, total_params), *machines)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -98,16 +87,16 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> Estimates:
     """Print the memory that stage 3 takes for numbers of parameters."""
-    machines = _machines(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    return _shown(estimate_zero3(total_params, largest_layer_params, **machines))
+    machines = (num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate = functools.partial(estimate_zero3, total_params, largest_layer_params)
+    return _shown(estimate, *machines)
 
 
-def _machines(gpus_per_node: int, num_nodes: int, buffer_factor: float) -> dict[str, Any]:
-    return {"gpus_per_node": gpus_per_node, "num_nodes": num_nodes, "buffer_factor": buffer_factor}
-
-
-def _shown(rows: Estimates) -> Estimates:
+def _shown(
+    estimate: Callable[..., Estimates], gpus: int, nodes: int, buffer_factor: float
+) -> Estimates:
     """Write the table on standard output, as DeepSpeed does, and return the rows."""
+    rows = estimate(gpus_per_node=gpus, num_nodes=nodes, buffer_factor=buffer_factor)
     sys.stdout.write(f"{rows}\n")
     return rows
 

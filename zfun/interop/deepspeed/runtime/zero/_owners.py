@@ -52,29 +52,21 @@ class ZeroParamStatus(enum.Enum):
 
 
 class TensorOwner(Protocol):
-    """Where values are.
+    """Where values are; the ranks of ``group`` hold pieces, and call each method together.
 
-    Attributes:
-        group: the ranks that hold pieces.
+    ``gathered`` returns whole values, and ``put`` takes new ones, the same on every rank. ``show``
+    lets parameters be plain ones with values, which a rank may write alone, until ``hide``.
     """
 
     group: Group
 
-    def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the whole values; every rank must call."""
-        ...
+    def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]: ...
 
-    def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        """Take new whole values, the same on every rank; every rank must call."""
-        ...
+    def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None: ...
 
-    def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        """Put whole values into parameters."""
-        ...
+    def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None: ...
 
-    def hide(self, params: Sequence[nn.Parameter]) -> None:
-        """Take the values away again."""
-        ...
+    def hide(self, params: Sequence[nn.Parameter]) -> None: ...
 
 
 class _Away(Tensor):
@@ -149,28 +141,23 @@ class Pieces(TensorOwner):
         self._folder = folder
 
     def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the whole values; every rank must call."""
+        def whole(p: Any) -> Tensor:
+            piece, name = p.ds_tensor.to(p.device), f"parameter {p.ds_id}"
+            return all_gather(piece, self.group, name=name)[: p.numel()].view(p.shape)
+
         with torch.no_grad():
-            return [
-                all_gather(
-                    told(p).ds_tensor.to(p.device), self.group, name=f"parameter {told(p).ds_id}"
-                )[: p.numel()].view(p.shape)
-                for p in params
-            ]
+            return [whole(p) for p in params]
 
     def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        """Keep this rank's piece of new values."""
         for param, value in zip(params, values, strict=True):
             told(param).ds_tensor = self._piece(value)
 
     def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        """Let parameters be plain ones with whole values."""
         for param, value in zip(params, values, strict=True):
             be_plain(param)
             param.data = value
 
     def hide(self, params: Sequence[nn.Parameter]) -> None:
-        """Put stand-ins into parameters."""
         for param in params:
             stand_in(param)
 
@@ -278,19 +265,11 @@ def taken(module: nn.Module) -> Iterator[None]:
 
 
 def adopt(param: nn.Parameter, owner: TensorOwner, name: str, *, is_hidden: bool) -> None:
-    """Mark a parameter whose values are in a state from now on.
-
-    Args:
-        param: the parameter.
-        owner: of the values.
-        name: of the parameter in the module.
-        is_hidden: whether the parameter has no values outside of calls.
-    """
+    """Mark a parameter whose values are in a state from now on, outside of calls too if hidden."""
     record = told(param)
     setattr(param, _OWNER, owner)
-    record._zfun_order = getattr(param, "ds_id", None)
-    if record._zfun_order is None:
-        record._zfun_order = next(_IDS.numbers)
+    number = getattr(param, "ds_id", None)
+    record._zfun_order = next(_IDS.numbers) if number is None else number
     record._zfun_shown = False
     param.__dict__.pop("_zfun_module", None)
     if not is_hidden:
@@ -307,13 +286,10 @@ def adopt(param: nn.Parameter, owner: TensorOwner, name: str, *, is_hidden: bool
 
 def forget(param: nn.Parameter) -> None:
     """Let a parameter be one that no engine has."""
-    kept = ("_zfun_order", "ds_id")
-    for name in [
-        x
-        for x in param.__dict__
-        if x.startswith(("_zfun_", "ds_", "partition_numel")) and x not in kept
-    ]:
-        del param.__dict__[name]
+    for name in list(param.__dict__):
+        is_mark = name.startswith(("_zfun_", "ds_", "partition_numel"))
+        if is_mark and name not in ("_zfun_order", "ds_id"):
+            del param.__dict__[name]
 
 
 def _size(record: Any, like: Tensor, group: Group) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from zfun.collectives import broadcast, global_ranks
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher
-from zfun.interop.deepspeed.accelerator import get_accelerator
-from zfun.interop.deepspeed.runtime.zero._owners import (
+from zfun.interop.deepspeed.accelerator import get_accelerator  # noqa: F401
+from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     Pieces,
     TensorOwner,
     ZeroParamStatus,
@@ -39,16 +38,12 @@ from zfun.interop.ds_config._read import read
 from zfun.interop.engine._parameter import NO_VALUES
 from zfun.ops import fingerprint
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "get_accelerator"]
-
 # transformers replaces the second name, in which DeepSpeed's Init wraps torch's constructors. Init
 # leaves constructors alone here.
 _orig_torch_arange = torch.arange
 
 
-def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the function."""
     return fn
 
@@ -136,12 +131,7 @@ class Init:
             self._touched.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if not self._enabled:
             return
         self._touched.__exit__(None, None, None)
@@ -189,19 +179,19 @@ class _Entered(threading.local):
 _ENTERED = _Entered()
 
 
-def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    for context in _ENTERED.contexts:
-        context.on_parameter(module, name, param)
+def _each(notice: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that tells every context of the thread."""
 
+    def hook(*args: Any) -> None:
+        for context in _ENTERED.contexts:
+            notice(context, *args)
 
-def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    for context in _ENTERED.contexts:
-        context.on_module(module, name, child)
+    return hook
 
 
 # The hooks stay, because another thread may run through torch's list of them.
-register_module_parameter_registration_hook(_on_parameter)
-register_module_module_registration_hook(_on_module)
+register_module_parameter_registration_hook(_each(Init.on_parameter))
+register_module_module_registration_hook(_each(Init.on_module))
 
 
 class _TouchedParams(TorchFunctionMode):
@@ -268,10 +258,9 @@ def _is_shared(value: Tensor) -> bool:
 
 def _folder_of(keys: Mapping[str, Any], remote_device: str | None) -> Path | None:
     """Return the folder of pieces on a disk; ``None`` for pieces in memory."""
-    found: Any = keys
+    section: Any = keys
     for name in ("zero_optimization", "offload_param"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    section = found if isinstance(found, Mapping) else {}
+        section = found if isinstance(found := section.get(name), Mapping) else {}
     place = section.get("device") if remote_device is None else remote_device
     if place in (None, "none", "cpu"):
         return None
@@ -363,12 +352,7 @@ class GatheredParameters:
             prints = [] if self._rank is not None else [fingerprint(x) for x in values]
             self._shown.append((owner, params, prints))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         with torch._C.DisableTorchFunction():
             changed = self._hide(kind is None)
         if changed and kind is None:
@@ -389,25 +373,19 @@ class GatheredParameters:
                 mark(param, shown=False)
             if is_whole and self._rank is not None:
                 root = root_of(self._rank, owner.group)
+                names = [f"parameter {told(p)._zfun_order}" for p in params]
                 with torch.no_grad():
                     sent = [
-                        broadcast(x.contiguous(), owner.group, root, name=_number_of(p))
-                        for p, x in zip(params, values, strict=True)
+                        broadcast(x.contiguous(), owner.group, root, name=name)
+                        for name, x in zip(names, values, strict=True)
                     ]
                 owner.put(params, sent)
                 if isinstance(owner, Pieces) and owner.group.rank != root:
                     owner.settle(params)
-            changed += [
-                p
-                for p, x, old in zip(params, values, prints, strict=False)
-                if fingerprint(x) != old
-            ]
+            old = zip(params, values, prints, strict=False)
+            changed += [param for param, x, seen in old if fingerprint(x) != seen]
         self._shown = []
         return changed
-
-
-def _number_of(param: nn.Parameter) -> str:
-    return f"parameter {told(param)._zfun_order}"
 
 
 def _by_owner(params: Iterable[nn.Parameter]) -> list[tuple[TensorOwner, list[nn.Parameter]]]:

@@ -1,0 +1,136 @@
+"""The methods of DeepSpeed's engine that return a value, as tables of functions of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zfun.errors import OptionError
+from zfun.interop.ds_config import Batch
+
+_Z = "zero_optimization"
+_SAME = "gradient_predivide_factor memory_breakdown steps_per_print wall_clock_breakdown"
+_OF_ZERO = (
+    "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint "
+    "ignore_unused_parameters load_from_fp32_weights overlap_comm reduce_bucket_size "
+    "reduce_scatter round_robin_gradients sub_group_size"
+)
+_OF_STAGE_3 = (
+    "gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance "
+    "model_persistence_threshold param_persistence_threshold prefetch_bucket_size"
+)
+# By method: the path of the key whose value it returns.
+GETTERS: Mapping[str, str] = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bfloat16_enabled": "bf16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    **{name: name for name in _SAME.split()},
+    **{f"zero_{name}": f"{_Z}.{name}" for name in _OF_ZERO.split()},
+    **{f"zero_{name}": f"{_Z}.stage3_{name}" for name in _OF_STAGE_3.split()},
+    **{
+        name: f"{_Z}.{name}"
+        for name in (
+            "zero_hpz_partition_size",
+            "zero_quantized_gradients",
+            "zero_quantized_weights",
+        )
+    },
+}
+# By method: the section whose values it returns, or the key that it returns as written.
+_SECTIONS = {
+    "optimizer_params": "optimizer.params",
+    "scheduler_params": "scheduler.params",
+    "zero_offload_optimizer": f"{_Z}.offload_optimizer",
+    "zero_offload_param": f"{_Z}.offload_param",
+}
+_TYPES = {"optimizer_name": "optimizer.type", "scheduler_name": "scheduler.type"}
+
+
+def batch_of(engine: Any) -> Batch:
+    if engine._settings.recipe.batch is None:
+        raise OptionError(
+            "the sizes of a batch come from the configuration; got one without any; write "
+            "train_micro_batch_size_per_gpu"
+        )
+    return engine._settings.recipe.batch
+
+
+def _of_groups(engine: Any, *names: str) -> list[Any]:
+    """Return the first of these numbers that each parameter group has, or 0."""
+    groups = () if engine.optimizer is None else engine.optimizer.param_groups
+    return [next((group[x] for x in names if x in group), 0.0) for group in groups]
+
+
+def rates_of(engine: Any) -> list[float]:
+    return [float(rate) for rate in _of_groups(engine, "lr")]
+
+
+def _types(engine: Any) -> list[str]:
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    return [type(optimizer).__name__ for _ in _of_groups(engine, "lr")]
+
+
+def _section(engine: Any, section: str) -> dict[str, Any] | None:
+    start, given = f"{section}.", engine._settings.given
+    values = {path[len(start) :]: x for path, x in given.items() if path.startswith(start)}
+    return values or None
+
+
+def _is_dynamic(engine: Any) -> bool:
+    values = engine._settings.values
+    return values["fp16.enabled"] and not values["fp16.loss_scale"]
+
+
+# By attribute.
+_VALUES: Mapping[str, Callable[[Any], Any]] = {
+    "communication_data_type": lambda e: e._settings.recipe.precision.reduce or torch.float32,
+    "config": lambda e: e._settings.config,
+    "cur_scale": lambda e: e._core.loss_scale,
+    "gradient_average": lambda e: True,
+}
+# By method. Ranks have no part of a sequence each, and norms are those before clipping.
+_METHODS: Mapping[str, Callable[[Any], Any]] = {
+    "dynamic_loss_scale": _is_dynamic,
+    "get_batch_info": lambda e: batch_of(e)[:3],
+    "get_data_parallel_rank": lambda e: e._group.rank,
+    "get_global_grad_norm": lambda e: e._grad_norm,
+    "get_lr": rates_of,
+    "get_mom": lambda e: _of_groups(e, "betas", "momentum"),
+    "get_sequence_parallel_group": lambda e: None,
+    "get_sequence_parallel_rank": lambda e: 0,
+    "get_sequence_parallel_world_size": lambda e: 1,
+    "get_type": _types,
+    "gradient_accumulation_steps": lambda e: e._settings.recipe.num_micro_batches,
+    "gradient_clipping": lambda e: e._settings.recipe.max_grad_norm,
+    "loss_scale": lambda e: e._core.loss_scale,
+    "train_batch_size": lambda e: batch_of(e).train,
+    "train_micro_batch_size_per_gpu": lambda e: batch_of(e).micro,
+    "zero_optimization": lambda e: e._settings.recipe.stage > 0,
+    "zero_optimization_partition_gradients": lambda e: e._settings.recipe.stage >= 2,
+    "zero_optimization_partition_weights": lambda e: e._settings.recipe.stage == 3,
+    "zero_optimization_stage": lambda e: e._settings.recipe.stage,
+}
+NAMES = frozenset([*GETTERS, *_SECTIONS, *_TYPES, *_VALUES, *_METHODS])
+
+
+def answer(engine: Any, name: str) -> Any:
+    """Return an attribute or a method of the tables.
+
+    Raises:
+        KeyError: the tables have no such name.
+    """
+    if name in _VALUES:
+        return _VALUES[name](engine)
+    if name in _METHODS:
+        return lambda: _METHODS[name](engine)
+    if name in _TYPES:
+        return lambda: engine._settings.given.get(_TYPES[name])
+    if name in _SECTIONS:
+        return lambda: _section(engine, _SECTIONS[name])
+    path = GETTERS[name]
+    return lambda: engine._settings.values[path]
