@@ -9,33 +9,34 @@ is known on another rank, so the ranks of a process group use the store of the r
 * a rank whose wait is broken first publishes the rank that it suspects, because its own connections
   break too, and others would suspect this rank;
 * a rank that has waited for ``patience_s`` publishes the collectives that the rank has started and
-  waits for, and reads the records of the others. Waiting is pointless if another rank started a
-  different collective at the same index, or has left, or if both wait for collectives that the
-  other has not started. The rank then publishes a verdict and breaks its own connections, which
-  ends the wait.
+  waits for, reads the journal, and reads the record of one other rank. Waiting is pointless if that
+  rank started a different collective at the same index, or has left, or if both wait for
+  collectives that the other has not started. The rank then publishes a verdict and breaks its own
+  connections, which ends the wait.
+
+A look reads one other rank, so its cost does not grow with the group: the next rank twice, then the
+one after that, and so on. Where ranks differ, two ranks beside each other differ, so one of them
+sees it at its first looks, and the others read its verdict in the journal.
 
 The process of rank 0 may hold the store. Then a store that does not answer tells that rank 0 is
 lost. After an error this process lives on until the other ranks have read the error.
 
-Nothing is written or read while collectives complete quickly. Records are JSON, so that bytes from
-a peer cannot run code.
+Nothing is written or read while collectives complete quickly.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from torch.distributed import Store
 
 from zfun.collectives._ops import Stream
 from zfun.collectives.backends._attempt import try_for
+from zfun.collectives.backends._board import Board, News
 from zfun.collectives.backends._diagnosis import (
     HAS_LEFT,
     Status,
@@ -74,9 +75,11 @@ class Watchdog:
         holder: int | None = None,
         patience_s: float = 0.5,
     ) -> None:
-        self._store = store
+        self._board = Board(store, rank)
         self._rank = rank
-        self._peers = [peer for peer in ranks if peer != rank]
+        own = list(ranks).index(rank)
+        # The next rank first.
+        self._peers = [*ranks[own + 1 :], *ranks[:own]]
         self._interrupt = interrupt
         self._broken_peer = broken_peer
         self._holder = holder
@@ -87,7 +90,8 @@ class Watchdog:
         self._started = [0] * len(Stream)
         self._waits: dict[tuple[int, int], float] = {}
         self._verdict: Verdict | None = None
-        self._last: tuple[Status, dict[int, Status]] | None = None
+        self._last: tuple[Status, int, Status | None] | None = None
+        self._num_looks = 0
         self._published_error = False
         self._store_silent = False
         self._stop = threading.Event()
@@ -151,8 +155,8 @@ class Watchdog:
         message = f"rank {self._rank} raised {type(error).__name__}: {error}"[:4000]
         own = Verdict(message, isinstance(error, CollectiveMismatch), self._rank)
         # An error that was caused by another rank's error passes the first error on.
-        record = asdict(self._verdict or own) | {"passed_on": self._verdict is not None}
-        self._talk(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
+        verdict, passed_on = self._verdict or own, self._verdict is not None
+        self._talk(lambda: self._board.add_error(verdict, passed_on=passed_on))
 
     def close(self) -> None:
         """Publish that this rank leaves, and end the watchdog's thread."""
@@ -161,13 +165,13 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and not self._store_silent:
             self._thread.join(timeout=_POST_MORTEM_S)
-        self._talk(lambda: self._publish_status(left=True))
+        self._talk(lambda: self._board.add_exit(self._status(left=True)))
         if self._published_error and self._holder == self._rank:
             self._talk(self._await_others)
         # A thread that still waits for a silent store needs the reference.
         if not self._store_silent:
             self._store_silent = True
-            del self._store
+            del self._board
 
     def _await_others(self) -> None:
         """Wait until the other ranks know the error, because this process holds the store."""
@@ -176,8 +180,8 @@ class Watchdog:
         deadline = time.monotonic() + 2 * _POST_MORTEM_S
         while waiting and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = {peer for peer, status in self._read_statuses().items() if status.left}
-            waiting -= left | {peer for peer in waiting if self._read(f"error/{peer}")}
+            news = self._board.read_news()
+            waiting -= {*news.left, *news.errors}
 
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
@@ -195,19 +199,35 @@ class Watchdog:
                         return
 
     def _look(self) -> None:
-        own = self._publish_status()
+        own = self._status()
+        self._board.set_status(own)
+        if self._last is None or self._last[0] != own:
+            self._num_looks = 0
+        peer = self._peers[self._num_looks // 2 % len(self._peers)]
+        self._num_looks += 1
         # A rank publishes an error before leaving, so errors are read after the states.
-        peers = self._read_statuses()
-        verdict = self._read_error() or diagnose(
-            self._rank, own, peers, certain=self._last == (own, peers)
+        status = self._board.status_of(peer)
+        news = self._board.read_news()
+        before, self._last = self._last, (own, peer, status)
+        verdict = self._error_in(news) or diagnose(
+            self._rank,
+            own,
+            ({} if status is None else {peer: status}) | self._who_left_early(own, news),
+            certain=self._last == before,
         )
-        self._last = (own, peers)
-        if verdict is None and (peer := self._broken_peer()) is not None:
-            verdict = self._post_mortem(peer, "the connection is closed")
+        if verdict is None and (broken := self._broken_peer()) is not None:
+            verdict = self._post_mortem(broken, "the connection is closed")
         if verdict is not None and not verdict.mismatch and verdict.lost is not None:
             # Before the connections break, because others would suspect this rank.
-            self._store.set(f"suspect/{self._rank}", json.dumps({"rank": verdict.lost}))
+            self._board.add_suspect(verdict.lost)
         self._break(verdict)
+
+    def _who_left_early(self, own: Status, news: News) -> dict[int, Status]:
+        """Return a rank that left before starting a collective that this rank waits for."""
+        for peer, started in news.left.items():
+            if any(started[stream] <= index for stream, index in own.waiting):
+                return {peer: self._board.status_of(peer) or Status(started, left=True)}
+        return {}
 
     def _break(self, verdict: Verdict | None) -> None:
         if verdict is not None:
@@ -231,68 +251,48 @@ class Watchdog:
         }
         return Status(tuple(self._started), recent, tuple(sorted(dict(self._waits))), left)
 
-    def _publish_status(self, *, left: bool = False) -> Status:
-        status = self._status(left=left)
-        self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
-        return status
-
-    def _read(self, key: str) -> dict[str, object] | None:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _read_statuses(self) -> dict[int, Status]:
-        statuses: dict[int, Status] = {}
-        for peer in self._peers:
-            record: Any = self._read(f"status/{peer}")
-            if record is not None:
-                started, recent, left = record["started"], record["recent"], record["left"]
-                waiting = tuple((int(stream), int(index)) for stream, index in record["waiting"])
-                statuses[peer] = Status(tuple(started), recent, waiting, bool(left))
-        return statuses
-
-    def _read_error(self) -> Verdict | None:
-        records = [
-            record for peer in self._peers if (record := self._read(f"error/{peer}")) is not None
-        ]
-        if not records:
-            return None
-        record = min(records, key=lambda entry: bool(entry["passed_on"]))
-        lost: Any = record["lost"]
-        return Verdict(str(record["message"]), bool(record["mismatch"]), lost)
+    def _error_in(self, news: News) -> Verdict | None:
+        others = [peer for peer in news.errors if peer != self._rank]
+        return self._board.error_of(others[0]) if others else None
 
     def _post_mortem(self, peer: int | None, reason: str) -> Verdict:
         found: list[Verdict] = []
-        seen: dict[int, Status] = {}
-        suspects: dict[int, int] = {}
+        news, last = News(), dict[int, Status | None]()
 
         def ask() -> None:
+            nonlocal news
             deadline = time.monotonic() + _POST_MORTEM_S
-            self._store.set(f"suspect/{self._rank}", json.dumps({"rank": peer}))
+            if peer is not None:
+                self._board.add_suspect(peer)
             while time.monotonic() < deadline:
-                seen.update(self._read_statuses())
-                suspects.update(self._read_suspects())
-                verdict = self._read_error()
+                news = self._board.read_news()
+                verdict = self._error_in(news)
                 if verdict is not None:
                     found.append(verdict)
                     return
-                end = end_of_suspicion(peer, suspects, self._rank)
-                if end in seen and seen[end].left and end not in suspects:
+                end = end_of_suspicion(peer, news.suspects, self._rank)
+                if end in news.left and end not in news.suspects:
                     return
                 time.sleep(0.05)
+            end = end_of_suspicion(peer, news.suspects, self._rank)
+            if end is not None:
+                last[end] = self._board.status_of(end)
 
         answered = self._talk(ask)
         if found:
             return found[0]
-        lost = end_of_suspicion(peer, suspects, self._rank)
-        if not answered and self._holder not in suspects:
+        lost = end_of_suspicion(peer, news.suspects, self._rank)
+        if not answered and self._holder not in news.suspects:
             without = self._without_store()
             if without is not None:
                 return without
-        if lost in seen and seen[lost].left:
+        if lost in news.left:
             return Verdict(HAS_LEFT, lost=lost)
-        if lost in seen and seen[lost].waiting:
-            stream, index = seen[lost].waiting[0]
+        status = None if lost is None else last.get(lost)
+        if status is not None and status.waiting:
+            stream, index = status.waiting[0]
             # The description of an old collective is no longer recorded.
-            text = seen[lost].call(stream, index)
+            text = status.call(stream, index)
             reason += (
                 f"; rank {lost} was last seen waiting in collective {index} of its "
                 f"stream{'' if text is None else f' ({text})'}"
@@ -302,15 +302,6 @@ class Watchdog:
             "read its output, and if it is only slow pass a larger timeout_s to process_group()",
             lost=lost,
         )
-
-    def _read_suspects(self) -> dict[int, int]:
-        """Return for each rank whose wait is broken the rank that it suspects, if known."""
-        suspects = {}
-        for peer in self._peers:
-            record: Any = self._read(f"suspect/{peer}")
-            if record is not None and record["rank"] is not None:
-                suspects[peer] = int(record["rank"])
-        return suspects
 
     def _talk(self, ask: Callable[[], object]) -> bool:
         """Access the store for a bounded time, and never again after a timeout.
