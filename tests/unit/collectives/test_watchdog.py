@@ -56,7 +56,7 @@ def _ask(store: _CountingStore, size: int) -> tuple[int, int]:
     """Return the requests and bytes of one look of each rank but one, which is late."""
     watchdogs = _watchdogs(store, size)
     with _all_wait(watchdogs[:-1], ["all_gather 'a'"] * (size - 1)):
-        for _ in range(2 * size):
+        for _ in range(4):
             for watchdog in watchdogs[:-1]:
                 watchdog._look()
         before, nbytes = store.requests, store.nbytes

@@ -22,6 +22,11 @@ The process of rank 0 may hold the store. Then a store that does not answer tell
 lost. After an error this process lives on until the other ranks have read the error.
 
 Nothing is written or read while collectives complete quickly.
+
+On a device a wait returns at once, and only the device's queue waits. So the watchdog follows such
+a collective until the device has passed it. A collective's time counts from the moment at which the
+one before it has ended. When the time is up, no message tells which rank is missing: it is one that
+has not published the start of the collective.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ from zfun.collectives.backends._diagnosis import (
     diagnose,
     end_of_suspicion,
 )
+from zfun.collectives.backends._followed import Followed
 from zfun.errors import CollectiveMismatch, ZfunError
 
 _KEPT_CALLS = 32
@@ -63,6 +69,7 @@ class Watchdog:
         broken_peer: returns a rank whose connection is broken, if any; called from that thread.
         holder: the rank whose process holds the store, if a rank does.
         patience_s: how long a wait may last before the watchdog looks.
+        limit_s: how long a followed collective may last.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Watchdog:
         broken_peer: Callable[[], int | None],
         holder: int | None = None,
         patience_s: float = 0.5,
+        limit_s: float = float("inf"),
     ) -> None:
         self._board = Board(store, rank)
         self._rank = rank
@@ -84,14 +92,18 @@ class Watchdog:
         self._broken_peer = broken_peer
         self._holder = holder
         self._patience_s = patience_s
+        self._limit_s = limit_s
         self._recent: list[collections.deque[tuple[int, str]]] = [
             collections.deque(maxlen=_KEPT_CALLS) for _ in Stream
         ]
         self._started = [0] * len(Stream)
         self._waits: dict[tuple[int, int], float] = {}
+        self._followed = Followed()
         self._verdict: Verdict | None = None
         self._last: tuple[Status, int, Status | None] | None = None
         self._num_looks = 0
+        # A peer that was late at a look.
+        self._late: int | None = None
         self._published_error = False
         self._store_silent = False
         self._stop = threading.Event()
@@ -108,14 +120,30 @@ class Watchdog:
     @contextlib.contextmanager
     def waiting(self, stream: Stream, index: int) -> Iterator[None]:
         """Watch over a wait."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
-            self._thread.start()
+        self._start_thread()
         self._waits[stream, index] = time.monotonic()
         try:
             yield
         finally:
             del self._waits[stream, index]
+
+    def follow(
+        self,
+        stream: Stream,
+        index: int,
+        done: Callable[[], bool],
+        fail: Callable[[Verdict], object],
+    ) -> None:
+        """Watch over a collective that goes on after its wait.
+
+        Args:
+            stream: the stream.
+            index: the number of the collective there.
+            done: whether the collective is complete; called from any thread.
+            fail: hears why the collective cannot complete, before the waits are ended.
+        """
+        self._start_thread()
+        self._followed.add(stream, index, done, fail)
 
     def explain(
         self, peer: int | None, reason: str, collective: str, leaf: str | None = None
@@ -183,22 +211,39 @@ class Watchdog:
             news = self._board.read_news()
             waiting -= {*news.left, *news.errors}
 
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
+            self._thread.start()
+
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
-            now = time.monotonic()
-            # Another thread may change the dict at any moment; the copy is atomic.
-            if self._verdict is None and any(
-                now - since > self._patience_s for since in dict(self._waits).values()
-            ):
+            if self._verdict is None and self._longest_s() > self._patience_s:
                 with self._looking:
-                    try:
-                        self._look()
-                    except RuntimeError:
-                        self._store_silent = True
-                        self._break(self._without_store())
-                        return
+                    self._look()
+
+    def _longest_s(self) -> float:
+        now = time.monotonic()
+        # Another thread may change the dict at any moment; the copy is atomic.
+        waits = [now - since for since in dict(self._waits).values()]
+        return max([*waits, self._followed.longest_s()])
 
     def _look(self) -> None:
+        verdict = None
+        if not self._store_silent:
+            try:
+                verdict = self._read_board()
+            except RuntimeError:
+                self._store_silent = True
+                verdict = self._without_store()
+        if verdict is None and self._followed.longest_s() > self._limit_s:
+            verdict = self._post_mortem(None, f"no answer within {self._limit_s:g} s")
+        if verdict is not None:
+            self._verdict = verdict
+            self._followed.fail(verdict)
+            self._interrupt()
+
+    def _read_board(self) -> Verdict | None:
         own = self._status()
         self._board.set_status(own)
         if self._last is None or self._last[0] != own:
@@ -209,6 +254,7 @@ class Watchdog:
         status = self._board.status_of(peer)
         news = self._board.read_news()
         before, self._last = self._last, (own, peer, status)
+        self._late = peer if _is_late(status, own) else None
         verdict = self._error_in(news) or diagnose(
             self._rank,
             own,
@@ -220,7 +266,7 @@ class Watchdog:
         if verdict is not None and not verdict.mismatch and verdict.lost is not None:
             # Before the connections break, because others would suspect this rank.
             self._board.add_suspect(verdict.lost)
-        self._break(verdict)
+        return verdict
 
     def _who_left_early(self, own: Status, news: News) -> dict[int, Status]:
         """Return a rank that left before starting a collective that this rank waits for."""
@@ -228,11 +274,6 @@ class Watchdog:
             if any(started[stream] <= index for stream, index in own.waiting):
                 return {peer: self._board.status_of(peer) or Status(started, left=True)}
         return {}
-
-    def _break(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            self._verdict = verdict
-            self._interrupt()
 
     def _without_store(self) -> Verdict | None:
         """Return the verdict on the rank that holds the store, if the store does not answer."""
@@ -249,7 +290,8 @@ class Watchdog:
             str(int(stream)): {str(index): text for index, text in list(self._recent[stream])}
             for stream in Stream
         }
-        return Status(tuple(self._started), recent, tuple(sorted(dict(self._waits))), left)
+        waiting = sorted({*dict(self._waits), *self._followed.firsts()})
+        return Status(tuple(self._started), recent, tuple(waiting), left)
 
     def _error_in(self, news: News) -> Verdict | None:
         others = [peer for peer in news.errors if peer != self._rank]
@@ -260,16 +302,19 @@ class Watchdog:
         news, last = News(), dict[int, Status | None]()
 
         def ask() -> None:
-            nonlocal news
+            nonlocal news, peer
             deadline = time.monotonic() + _POST_MORTEM_S
             if peer is not None:
                 self._board.add_suspect(peer)
+            others = iter([*([] if self._late is None else [self._late]), *self._peers])
             while time.monotonic() < deadline:
                 news = self._board.read_news()
                 verdict = self._error_in(news)
                 if verdict is not None:
                     found.append(verdict)
                     return
+                if peer is None:
+                    peer = self._find_suspect(news, next(others, None))
                 end = end_of_suspicion(peer, news.suspects, self._rank)
                 if end in news.left and end not in news.suspects:
                     return
@@ -288,20 +333,22 @@ class Watchdog:
                 return without
         if lost in news.left:
             return Verdict(HAS_LEFT, lost=lost)
-        status = None if lost is None else last.get(lost)
-        if status is not None and status.waiting:
-            stream, index = status.waiting[0]
-            # The description of an old collective is no longer recorded.
-            text = status.call(stream, index)
-            reason += (
-                f"; rank {lost} was last seen waiting in collective {index} of its "
-                f"stream{'' if text is None else f' ({text})'}"
-            )
+        reason += "" if lost is None else _last_seen(lost, last.get(lost))
         return Verdict(
             f"{reason}; it has published no error, so it was killed, stopped or is stuck; "
             "read its output, and if it is only slow pass a larger timeout_s to process_group()",
             lost=lost,
         )
+
+    def _find_suspect(self, news: News, peer: int | None) -> int | None:
+        """Return the first suspect of another rank, or else a peer that is late."""
+        for suspect in news.suspects.values():
+            if suspect != self._rank:
+                return suspect
+        if peer is None or not _is_late(self._board.status_of(peer), self._status()):
+            return None
+        self._board.add_suspect(peer)
+        return peer
 
     def _talk(self, ask: Callable[[], object]) -> bool:
         """Access the store for a bounded time, and never again after a timeout.
@@ -311,3 +358,20 @@ class Watchdog:
         if not self._store_silent:
             self._store_silent = not try_for(2 * _POST_MORTEM_S + 1.0, ask)
         return not self._store_silent
+
+
+def _is_late(peer: Status | None, own: Status) -> bool:
+    """Whether a peer has not published the start of a collective that this rank waits for."""
+    return any(peer is None or not peer.has_started(*wait) for wait in own.waiting)
+
+
+def _last_seen(peer: int, status: Status | None) -> str:
+    if status is None or not status.waiting:
+        return ""
+    stream, index = status.waiting[0]
+    # The description of an old collective is no longer recorded.
+    text = status.call(stream, index)
+    return (
+        f"; rank {peer} was last seen waiting in collective {index} of its "
+        f"stream{'' if text is None else f' ({text})'}"
+    )
