@@ -337,6 +337,7 @@ def _native(group: Group) -> list[Tensor]:
         ops += [
             Permute(tuple((rank + 1) % group.size for rank in range(group.size))),
             Permute(tuple(range(group.size))),
+            Permute((1, 0, *range(2, group.size))),
         ]
         results = []
         for op in ops:

@@ -5,6 +5,7 @@ a GPU where there is one.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels, or by itself")
 
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -31,8 +33,8 @@ KERNELS: dict[str, list[Any]] = {
     "_quantise": [P32, P32, P8, I, I, I, 256, 128, 4, False],
     "_sum_codes": [P32, "*i8", P16, I, I, I, I, 4, 1024, 4, True],
     "_squares": [P16, I64, "*fp64", I, 128, 78, True],
-    "_ravel": [I64, I64, P16, F, 1024, True, False, True, P32],
-    "_unravel": [I64, I64, P32, 1024, False, True, P16],
+    "_ravel": [I64, I64, P16, F, 1024, True, False, True, True, P32],
+    "_unravel": [I64, I64, P32, 1024, False, True, True, P16],
     "_adam": [P32, P16, P32, P32, None, P16, P32, I, *[F] * 9, 1024, True, False, True, True, True],
     "_sgd": [P32, P32, P32, None, None, None, I, *[F] * 4, 1024, True, True, False, False],
     "_lion": [P32, P16, P32, P32, None, None, I, *[F] * 7, 1024, True, True, False],
@@ -40,18 +42,21 @@ KERNELS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.skipif(
+# Options beside those of every kernel.
+OPTIONS = {"_squares": {"num_warps": _squares.NUM_WARPS}}
+
+compiles = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
+capabilities = pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+
+
+def compiled(name: str, arguments: list[Any], capability: int) -> Any:
     kernel = next(
         getattr(module, name)
         for module in (_codes, _ravel, _squares, _steps)
         if hasattr(module, name)
     )
-    arguments = KERNELS[name]
     assert len(arguments) == len(kernel.arg_names)
     signature = {
         arg: value if isinstance(value, str) else "constexpr"
@@ -61,15 +66,61 @@ def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
         (place,): value for place, value in enumerate(arguments) if not isinstance(value, str)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}
-    )
-    ptx = compiled.asm["ptx"]
+    options = {"enable_fp_fusion": False, **OPTIONS.get(name, {})}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@compiles
+@capabilities
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
+    ptx = compiled(name, KERNELS[name], capability).asm["ptx"]
     assert f".target sm_{capability}" in ptx
     # Each operation rounds once, except fused operations of Adam, which are fused on all devices.
     assert ("fma.rn" in ptx) == (name == "_adam")
     for fused in ("div.full", "div.approx", "sqrt.approx", "rcp.approx"):
         assert fused not in ptx, f"{name} has {fused}"
+
+
+@compiles
+@capabilities
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_ravel", [I64, I64, P16, F, 1024, True, False, True, True, P32]),
+        ("_ravel", [I64, I64, P32, F, 1024, False, False, False, True, P32]),
+        ("_ravel", [I64, I64, P16, F, 1024, False, True, True, True, P16]),
+        ("_unravel", [I64, I64, P32, 1024, False, True, True, P16]),
+        ("_unravel", [I64, I64, P16, 1024, True, False, True, P32]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value[2:])),
+)
+def test_whole_tiles_move_in_words_of_128_bits(
+    name: str, arguments: list[Any], capability: int
+) -> None:
+    ptx = compiled(name, arguments, capability).asm["ptx"]
+    assert re.search(r"ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.v4\.b32", ptx)
+
+
+@compiles
+@capabilities
+@pytest.mark.parametrize("name", ["_ravel", "_unravel", "_squares", "_quantise"])
+def test_a_thread_needs_at_most_64_registers(name: str, capability: int, tmp_path: Path) -> None:
+    """So that a multiprocessor of 65,536 registers has 1,024 threads."""
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled(name, KERNELS[name], capability).asm["cubin"])
+    reader = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    if not reader.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    usage = subprocess.run(
+        [reader, "-res-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    registers, spilled = map(int, found.groups())
+    assert registers <= 64
+    assert spilled == 0
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ only, because on several hosts each agent counts its own. So the ranks agree on 
 through the store. Each rank leaves a random token. Rank 0 answers each token with the name, and
 reads the tokens again until every rank has confirmed the name, because a token may belong to a rank
 that has ended. Then rank 0 tells the others which ranks have not come.
+
+Tokens are lines of one key, and so are confirmations. So rank 0 reads those of all ranks in one
+request, and the other ranks read nothing whose length grows with the group.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
@@ -71,13 +75,13 @@ def try_for(seconds: float, ask: Callable[[], object]) -> bool:
     return bool(answered)
 
 
-def _ask(store: Store, rank: int, size: int, timeout_s: float) -> str:
+def _ask(store: Any, rank: int, size: int, timeout_s: float) -> str:
     token = secrets.token_hex(8)
-    store.set(f"token/{rank}", token)
+    store.append("tokens", f"{token}\n")
     if not await_keys(store, [f"name/{token}"], timeout_s):
         raise never_came([0], rank, timeout_s)
     name = store.get(f"name/{token}").decode()
-    store.set(f"confirmed/{name}/{rank}", "")
+    store.append(f"confirmed/{name}", f"{rank}\n")
     # Rank 0 may have come later than this rank, and then waits longer.
     if not await_keys(store, [f"lost/{name}"], timeout_s + 1.0):
         raise never_came([0], rank, timeout_s)
@@ -87,19 +91,16 @@ def _ask(store: Store, rank: int, size: int, timeout_s: float) -> str:
     return name
 
 
-def _answer(store: Store, rank: int, size: int, timeout_s: float) -> str:
+def _answer(store: Any, rank: int, size: int, timeout_s: float) -> str:
     name = secrets.token_hex(8)
-    unconfirmed, answered = set(range(size)) - {rank}, set()
+    unconfirmed, answered = set(range(size)) - {rank}, set[str]()
     started = time.monotonic()
     while unconfirmed:
-        for peer in list(unconfirmed):
-            if store.check([f"confirmed/{name}/{peer}"]):
-                unconfirmed.remove(peer)
-            elif store.check([f"token/{peer}"]):
-                token = store.get(f"token/{peer}").decode()
-                if token not in answered:
-                    store.set(f"name/{token}", name)
-                    answered.add(token)
+        tokens = set(_lines(store, "tokens")) - answered
+        if tokens:
+            store.multi_set([f"name/{token}" for token in tokens], [name] * len(tokens))
+            answered |= tokens
+        unconfirmed -= {int(line) for line in _lines(store, f"confirmed/{name}")}
         if unconfirmed and not _nap(started, timeout_s):
             break
     store.set(f"lost/{name}", json.dumps(sorted(unconfirmed)))
@@ -108,6 +109,10 @@ def _answer(store: Store, rank: int, size: int, timeout_s: float) -> str:
         time.sleep(2 * _LONGEST_NAP_S)
         raise never_came(sorted(unconfirmed), rank, timeout_s)
     return name
+
+
+def _lines(store: Store, key: str) -> list[str]:
+    return store.get(key).decode().split() if store.check([key]) else []
 
 
 def await_keys(store: Store, keys: Sequence[str], timeout_s: float) -> bool:

@@ -99,6 +99,7 @@ class ProcessGroup(Group):
             self._interrupt,
             lambda: self._number_of(self._broken_peer()),
             holder,
+            limit_s=timeout_s,
         )
         self._failure: ZfunError | None = None
         self._closed = False
@@ -118,15 +119,16 @@ class ProcessGroup(Group):
         self._check_open()
         ranks = own_part(self, parts)
         self._num_subgroups += 1
-        made = self._part(
-            dist.PrefixStore(f"subgroup/{self._num_subgroups}/{ranks[0]}", self._store), ranks
-        )
+        store = dist.PrefixStore(f"subgroup/{self._num_subgroups}/{ranks[0]}", self._store)
+        made = self._part(store, ranks, parts)
         if made is None:
             return single_group()
         self._subgroups.append(made)
         return made
 
-    def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup | None:
+    def _part(
+        self, store: dist.Store, ranks: Sequence[int], parts: Sequence[Sequence[int]]
+    ) -> ProcessGroup | None:
         """Make the sub-group of some ranks; ``None`` for one rank, which needs no transport."""
         if len(ranks) == 1:
             return None
@@ -215,6 +217,9 @@ class ProcessGroup(Group):
             raise OptionError(
                 "a closed group starts no collectives; make a new one with process_group()"
             )
+        self._check_failure()
+
+    def _check_failure(self) -> None:
         if self._failure is not None:
             failure = type(self._failure)(
                 str(self._failure),
@@ -224,11 +229,16 @@ class ProcessGroup(Group):
             )
             raise failure from self._failure
 
+    @staticmethod
+    def _names(call: Collective, text: str, index: int) -> tuple[str, str | None]:
+        """Return the collective in words, and the leaf or the bucket that it moves."""
+        leaf = call.part if call.part and call.stream is not Stream.CONTROL else None
+        return f"collective {index} of its stream ({text})", leaf
+
     @contextlib.contextmanager
     def _explained(self, call: Collective, text: str, index: int) -> Iterator[None]:
         """Turn an error of the transport into one that names the lost rank and the leaf."""
-        collective = f"collective {index} of its stream ({text})"
-        leaf = call.part if call.part and call.stream is not Stream.CONTROL else None
+        collective, leaf = self._names(call, text, index)
         try:
             yield
         except TransportError as error:

@@ -1,8 +1,28 @@
-"""Groups of processes whose backend does the collectives: nccl."""
+"""Groups of processes whose backend does the collectives: nccl.
+
+[Note: communicators]
+
+Each stream has a communicator, because a communicator runs its collectives in the order in which
+they were started. Where torch knows this rank's device (``device_id=`` of ``init_process_group``),
+communicators are split from those of the parent, at once, by all ranks of the parent; torch's group
+of all ranks is that of the control stream where zfun has made it. Otherwise torch makes a
+communicator at its first collective, which therefore has to be one of all ranks: a permutation is
+an all-to-all with empty messages.
+
+[Note: lost ranks on a device]
+
+The host does not wait for a collective. So the watchdog follows it until the device has passed it,
+and where it cannot complete, keeps the error and aborts the communicators. That ends the device's
+wait, with wrong results; the group raises the error at its next use. Torch's own watchdog would end
+the process, so communicators are made with its handling of errors switched off, unless the
+environment sets it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -26,35 +46,111 @@ from zfun.collectives._ops import (
 from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, transport_errors
+from zfun.collectives.backends._diagnosis import Verdict
 
 # torch 2.13 gives these two a new name and warns about the old one.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NUM_MARKS = 256
+
+Done = Callable[[], bool]
+"""Whether the device has passed a place in its queue."""
+
+
+@contextlib.contextmanager
+def errors_left_to_zfun() -> Iterator[None]:
+    """Let errors of the communicators made here not end the process.
+
+    See [Note: lost ranks on a device].
+    """
+    if _ERROR_HANDLING in os.environ:
+        yield
+        return
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_ERROR_HANDLING]
+
+
+def torch_timeout(timeout_s: float) -> timedelta:
+    """Return torch's own time limit. It only logs, after zfun has acted."""
+    return timedelta(seconds=2 * timeout_s + 60)
+
+
+class DeviceMarks:
+    """Numbers that a device writes to host memory when its queue reaches them.
+
+    The watchdog's thread reads them without a call to CUDA: such a call may wait for a device that
+    hangs, and would break the capture of a graph in another thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.arange(_NUM_MARKS, device=device).unbind()
+        self._reached = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._number = 0
+
+    def add(self) -> Done:
+        """Write the next number; return whether the device has passed this place in its queue."""
+        self._number = number = (self._number + 1) % _NUM_MARKS
+        self._reached.copy_(self._numbers[number], non_blocking=True)
+        return lambda: (int(self._reached) - number) % _NUM_MARKS < _NUM_MARKS // 2
+
 
 @final
 class NativeGroup(ProcessGroup):
-    """Processes whose backend does the collectives, one communicator per stream."""
+    """Processes whose backend does the collectives. See [Note: communicators]."""
 
-    def __init__(self, *args: Any, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        streams: Mapping[Stream, Any] | None = None,
+    ) -> None:
         super().__init__(*args)
         # The numbers of the ranks in torch's world.
         self._ranks = dist.get_process_group_ranks(self._torch_group) if ranks is None else ranks
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
+        self._device = _device_of_rank()
+        self._marks = (
+            {stream: DeviceMarks(self._device) for stream in Stream}
+            if self._device.type == "cuda"
+            else None
         )
+        self._streams = dict(streams or self._communicators())
+
+    def _communicators(self) -> dict[Stream, Any]:
+        if _bound_device() is not None:
+            own = {Stream.CONTROL: self._torch_group} if self._on_close is not None else {}
+            parents = {stream: self._torch_group for stream in Stream if stream not in own}
+            return own | self._split(parents, [range(self.size)])
         # With local synchronization torch names a group by the number of groups that the rank is
         # in. The group of all ranks does without, because ranks in different numbers of groups
         # would never meet.
         local = self.size < dist.get_world_size()
-        timeout = timedelta(seconds=self._timeout_s)
-        self._streams: dict[Stream, Any] = {}
-        for stream in Stream:
-            self._streams[stream] = dist.new_group(
-                list(self._ranks), timeout=timeout, use_local_synchronization=local
-            )
+        with errors_left_to_zfun():
+            return {
+                stream: dist.new_group(
+                    list(self._ranks),
+                    timeout=torch_timeout(self._timeout_s),
+                    use_local_synchronization=local,
+                )
+                for stream in Stream
+            }
+
+    def _split(
+        self, parents: Mapping[Stream, Any], parts: Sequence[Sequence[int]]
+    ) -> dict[Stream, Any]:
+        with errors_left_to_zfun():
+            return {
+                stream: dist.split_group(
+                    parent,
+                    [list(part) for part in parts],
+                    timeout=torch_timeout(self._timeout_s),
+                )
+                for stream, parent in parents.items()
+            }
 
     @with_ranges
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
@@ -75,6 +171,7 @@ class NativeGroup(ProcessGroup):
 
         def wait() -> Tensor:
             self._check_process()
+            self._check_failure()
             with (
                 torch.no_grad(),
                 self._explained(call, text, index),
@@ -83,6 +180,7 @@ class NativeGroup(ProcessGroup):
             ):
                 for work in works:
                     work.wait()
+                self._follow(call, text, index)
                 if isinstance(call.op, Reduce) and call.op.root != self.rank:
                     received.zero_()
                 if out is not None:
@@ -93,7 +191,19 @@ class NativeGroup(ProcessGroup):
 
         return Work(wait)
 
-    def _part(self, store: dist.Store, ranks: Sequence[int]) -> ProcessGroup:
+    def _follow(self, call: Collective, text: str, index: int) -> None:
+        if self._marks is None or _is_capturing():
+            return
+
+        def fail(verdict: Verdict) -> None:
+            if self._failure is None:
+                self._failure = self._watchdog.conclude(verdict, *self._names(call, text, index))
+
+        self._watchdog.follow(call.stream, index, self._marks[call.stream].add(), fail)
+
+    def _part(
+        self, store: dist.Store, ranks: Sequence[int], parts: Sequence[Sequence[int]]
+    ) -> ProcessGroup:
         # A group of one rank makes communicators too, because torch names communicators by their
         # number on a rank, and this number must be equal on all ranks.
         numbers = [self.global_ranks[rank] for rank in ranks]
@@ -106,7 +216,8 @@ class NativeGroup(ProcessGroup):
             None,
             numbers,
         )
-        return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks])
+        streams = self._split(self._streams, parts) if _bound_device() is not None else None
+        return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks], streams=streams)
 
     def _issue(self, call: Collective, x: Tensor, out: Tensor) -> list[Any]:
         stream = self._streams[call.stream]
@@ -123,19 +234,47 @@ class NativeGroup(ProcessGroup):
                 return [dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)]
             case Reduce(root):
                 return [dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)]
-            case Permute(destinations) if destinations[self.rank] == self.rank:
-                out.copy_(x)
-                return []
             case Permute(destinations):
-                messages = [
-                    dist.P2POp(dist.isend, x, group=stream, group_peer=destinations[self.rank]),
-                    dist.P2POp(
-                        dist.irecv, out, group=stream, group_peer=call.op.sources[self.rank]
-                    ),
-                ]
-                return dist.batch_isend_irecv(messages)
+                sent, received = [0] * self.size, [0] * self.size
+                sent[destinations[self.rank]] = received[call.op.sources[self.rank]] = x.numel()
+                return [dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)]
+
+    def _interrupt(self) -> None:
+        # Aborts one after the other may wait for each other, unless nccl has them together.
+        backend = self._nccl()
+        if backend is not None:
+            backend._group_start()
+        for group in self._streams.values():
+            group.abort()
+        if backend is not None:
+            backend._group_end()
+
+    def _nccl(self) -> Any:
+        with contextlib.suppress(RuntimeError):
+            backend = self._streams[Stream.CONTROL]._get_backend(torch.device("cuda"))
+            return backend if hasattr(backend, "_group_start") else None
+        return None
 
     def _release(self) -> None:
         for group in self._streams.values():
-            if dist.is_initialized():
+            if dist.is_initialized() and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+
+
+def _bound_device() -> torch.device | None:
+    """Return the device of this rank, if torch knows it."""
+    world = dist.group.WORLD
+    return None if world is None else world.bound_device_id
+
+
+def _device_of_rank() -> torch.device:
+    bound = _bound_device()
+    if bound is not None:
+        return bound
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -9,33 +9,39 @@ is known on another rank, so the ranks of a process group use the store of the r
 * a rank whose wait is broken first publishes the rank that it suspects, because its own connections
   break too, and others would suspect this rank;
 * a rank that has waited for ``patience_s`` publishes the collectives that the rank has started and
-  waits for, and reads the records of the others. Waiting is pointless if another rank started a
-  different collective at the same index, or has left, or if both wait for collectives that the
-  other has not started. The rank then publishes a verdict and breaks its own connections, which
-  ends the wait.
+  waits for, reads the journal, and reads the record of one other rank. Waiting is pointless if that
+  rank started a different collective at the same index, or has left, or if both wait for
+  collectives that the other has not started. The rank then publishes a verdict and breaks its own
+  connections, which ends the wait.
+
+A look reads one other rank, so its cost does not grow with the group: the next rank twice, then the
+one after that, and so on. Where ranks differ, two ranks beside each other differ, so one of them
+sees it at its first looks, and the others read its verdict in the journal.
 
 The process of rank 0 may hold the store. Then a store that does not answer tells that rank 0 is
 lost. After an error this process lives on until the other ranks have read the error.
 
-Nothing is written or read while collectives complete quickly. Records are JSON, so that bytes from
-a peer cannot run code.
+Nothing is written or read while collectives complete quickly.
+
+On a device a wait returns at once, and only the device's queue waits. So the watchdog follows such
+a collective until the device has passed it. A collective's time counts from the moment at which the
+one before it has ended. When the time is up, no message tells which rank is missing: it is one that
+has not published the start of the collective.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from torch.distributed import Store
 
 from zfun.collectives._ops import Stream
 from zfun.collectives.backends._attempt import try_for
+from zfun.collectives.backends._board import Board, News
 from zfun.collectives.backends._diagnosis import (
     HAS_LEFT,
     Status,
@@ -43,6 +49,7 @@ from zfun.collectives.backends._diagnosis import (
     diagnose,
     end_of_suspicion,
 )
+from zfun.collectives.backends._followed import Followed
 from zfun.errors import CollectiveMismatch, ZfunError
 
 _KEPT_CALLS = 32
@@ -62,6 +69,7 @@ class Watchdog:
         broken_peer: returns a rank whose connection is broken, if any; called from that thread.
         holder: the rank whose process holds the store, if a rank does.
         patience_s: how long a wait may last before the watchdog looks.
+        limit_s: how long a followed collective may last.
     """
 
     def __init__(
@@ -73,21 +81,29 @@ class Watchdog:
         broken_peer: Callable[[], int | None],
         holder: int | None = None,
         patience_s: float = 0.5,
+        limit_s: float = float("inf"),
     ) -> None:
-        self._store = store
+        self._board = Board(store, rank)
         self._rank = rank
-        self._peers = [peer for peer in ranks if peer != rank]
+        own = list(ranks).index(rank)
+        # The next rank first.
+        self._peers = [*ranks[own + 1 :], *ranks[:own]]
         self._interrupt = interrupt
         self._broken_peer = broken_peer
         self._holder = holder
         self._patience_s = patience_s
+        self._limit_s = limit_s
         self._recent: list[collections.deque[tuple[int, str]]] = [
             collections.deque(maxlen=_KEPT_CALLS) for _ in Stream
         ]
         self._started = [0] * len(Stream)
         self._waits: dict[tuple[int, int], float] = {}
+        self._followed = Followed()
         self._verdict: Verdict | None = None
-        self._last: tuple[Status, dict[int, Status]] | None = None
+        self._last: tuple[Status, int, Status | None] | None = None
+        self._num_looks = 0
+        # A peer that was late at a look.
+        self._late: int | None = None
         self._published_error = False
         self._store_silent = False
         self._stop = threading.Event()
@@ -104,14 +120,30 @@ class Watchdog:
     @contextlib.contextmanager
     def waiting(self, stream: Stream, index: int) -> Iterator[None]:
         """Watch over a wait."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
-            self._thread.start()
+        self._start_thread()
         self._waits[stream, index] = time.monotonic()
         try:
             yield
         finally:
             del self._waits[stream, index]
+
+    def follow(
+        self,
+        stream: Stream,
+        index: int,
+        done: Callable[[], bool],
+        fail: Callable[[Verdict], object],
+    ) -> None:
+        """Watch over a collective that goes on after its wait.
+
+        Args:
+            stream: the stream.
+            index: the number of the collective there.
+            done: whether the collective is complete; called from any thread.
+            fail: hears why the collective cannot complete, before the waits are ended.
+        """
+        self._start_thread()
+        self._followed.add(stream, index, done, fail)
 
     def explain(
         self, peer: int | None, reason: str, collective: str, leaf: str | None = None
@@ -151,8 +183,8 @@ class Watchdog:
         message = f"rank {self._rank} raised {type(error).__name__}: {error}"[:4000]
         own = Verdict(message, isinstance(error, CollectiveMismatch), self._rank)
         # An error that was caused by another rank's error passes the first error on.
-        record = asdict(self._verdict or own) | {"passed_on": self._verdict is not None}
-        self._talk(lambda: self._store.set(f"error/{self._rank}", json.dumps(record)))
+        verdict, passed_on = self._verdict or own, self._verdict is not None
+        self._talk(lambda: self._board.add_error(verdict, passed_on=passed_on))
 
     def close(self) -> None:
         """Publish that this rank leaves, and end the watchdog's thread."""
@@ -161,13 +193,13 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and not self._store_silent:
             self._thread.join(timeout=_POST_MORTEM_S)
-        self._talk(lambda: self._publish_status(left=True))
+        self._talk(lambda: self._board.add_exit(self._status(left=True)))
         if self._published_error and self._holder == self._rank:
             self._talk(self._await_others)
         # A thread that still waits for a silent store needs the reference.
         if not self._store_silent:
             self._store_silent = True
-            del self._store
+            del self._board
 
     def _await_others(self) -> None:
         """Wait until the other ranks know the error, because this process holds the store."""
@@ -176,43 +208,72 @@ class Watchdog:
         deadline = time.monotonic() + 2 * _POST_MORTEM_S
         while waiting and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = {peer for peer, status in self._read_statuses().items() if status.left}
-            waiting -= left | {peer for peer in waiting if self._read(f"error/{peer}")}
+            news = self._board.read_news()
+            waiting -= {*news.left, *news.errors}
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
-            now = time.monotonic()
-            # Another thread may change the dict at any moment; the copy is atomic.
-            if self._verdict is None and any(
-                now - since > self._patience_s for since in dict(self._waits).values()
-            ):
+            if self._verdict is None and self._longest_s() > self._patience_s:
                 with self._looking:
-                    try:
-                        self._look()
-                    except RuntimeError:
-                        self._store_silent = True
-                        self._break(self._without_store())
-                        return
+                    self._look()
+
+    def _longest_s(self) -> float:
+        now = time.monotonic()
+        # Another thread may change the dict at any moment; the copy is atomic.
+        waits = [now - since for since in dict(self._waits).values()]
+        return max([*waits, self._followed.longest_s()])
 
     def _look(self) -> None:
-        own = self._publish_status()
-        # A rank publishes an error before leaving, so errors are read after the states.
-        peers = self._read_statuses()
-        verdict = self._read_error() or diagnose(
-            self._rank, own, peers, certain=self._last == (own, peers)
-        )
-        self._last = (own, peers)
-        if verdict is None and (peer := self._broken_peer()) is not None:
-            verdict = self._post_mortem(peer, "the connection is closed")
-        if verdict is not None and not verdict.mismatch and verdict.lost is not None:
-            # Before the connections break, because others would suspect this rank.
-            self._store.set(f"suspect/{self._rank}", json.dumps({"rank": verdict.lost}))
-        self._break(verdict)
-
-    def _break(self, verdict: Verdict | None) -> None:
+        verdict = None
+        if not self._store_silent:
+            try:
+                verdict = self._read_board()
+            except RuntimeError:
+                self._store_silent = True
+                verdict = self._without_store()
+        if verdict is None and self._followed.longest_s() > self._limit_s:
+            verdict = self._post_mortem(None, f"no answer within {self._limit_s:g} s")
         if verdict is not None:
             self._verdict = verdict
+            self._followed.fail(verdict)
             self._interrupt()
+
+    def _read_board(self) -> Verdict | None:
+        own = self._status()
+        self._board.set_status(own)
+        if self._last is None or self._last[0] != own:
+            self._num_looks = 0
+        peer = self._peers[self._num_looks // 2 % len(self._peers)]
+        self._num_looks += 1
+        # A rank publishes an error before leaving, so errors are read after the states.
+        status = self._board.status_of(peer)
+        news = self._board.read_news()
+        before, self._last = self._last, (own, peer, status)
+        self._late = peer if _is_late(status, own) else None
+        verdict = self._error_in(news) or diagnose(
+            self._rank,
+            own,
+            ({} if status is None else {peer: status}) | self._who_left_early(own, news),
+            certain=self._last == before,
+        )
+        if verdict is None and (broken := self._broken_peer()) is not None:
+            verdict = self._post_mortem(broken, "the connection is closed")
+        if verdict is not None and not verdict.mismatch and verdict.lost is not None:
+            # Before the connections break, because others would suspect this rank.
+            self._board.add_suspect(verdict.lost)
+        return verdict
+
+    def _who_left_early(self, own: Status, news: News) -> dict[int, Status]:
+        """Return a rank that left before starting a collective that this rank waits for."""
+        for peer, started in news.left.items():
+            if any(started[stream] <= index for stream, index in own.waiting):
+                return {peer: self._board.status_of(peer) or Status(started, left=True)}
+        return {}
 
     def _without_store(self) -> Verdict | None:
         """Return the verdict on the rank that holds the store, if the store does not answer."""
@@ -229,88 +290,65 @@ class Watchdog:
             str(int(stream)): {str(index): text for index, text in list(self._recent[stream])}
             for stream in Stream
         }
-        return Status(tuple(self._started), recent, tuple(sorted(dict(self._waits))), left)
+        waiting = sorted({*dict(self._waits), *self._followed.firsts()})
+        return Status(tuple(self._started), recent, tuple(waiting), left)
 
-    def _publish_status(self, *, left: bool = False) -> Status:
-        status = self._status(left=left)
-        self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
-        return status
-
-    def _read(self, key: str) -> dict[str, object] | None:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _read_statuses(self) -> dict[int, Status]:
-        statuses: dict[int, Status] = {}
-        for peer in self._peers:
-            record: Any = self._read(f"status/{peer}")
-            if record is not None:
-                started, recent, left = record["started"], record["recent"], record["left"]
-                waiting = tuple((int(stream), int(index)) for stream, index in record["waiting"])
-                statuses[peer] = Status(tuple(started), recent, waiting, bool(left))
-        return statuses
-
-    def _read_error(self) -> Verdict | None:
-        records = [
-            record for peer in self._peers if (record := self._read(f"error/{peer}")) is not None
-        ]
-        if not records:
-            return None
-        record = min(records, key=lambda entry: bool(entry["passed_on"]))
-        lost: Any = record["lost"]
-        return Verdict(str(record["message"]), bool(record["mismatch"]), lost)
+    def _error_in(self, news: News) -> Verdict | None:
+        others = [peer for peer in news.errors if peer != self._rank]
+        return self._board.error_of(others[0]) if others else None
 
     def _post_mortem(self, peer: int | None, reason: str) -> Verdict:
         found: list[Verdict] = []
-        seen: dict[int, Status] = {}
-        suspects: dict[int, int] = {}
+        news, last = News(), dict[int, Status | None]()
 
         def ask() -> None:
+            nonlocal news, peer
             deadline = time.monotonic() + _POST_MORTEM_S
-            self._store.set(f"suspect/{self._rank}", json.dumps({"rank": peer}))
+            if peer is not None:
+                self._board.add_suspect(peer)
+            others = iter([*([] if self._late is None else [self._late]), *self._peers])
             while time.monotonic() < deadline:
-                seen.update(self._read_statuses())
-                suspects.update(self._read_suspects())
-                verdict = self._read_error()
+                news = self._board.read_news()
+                verdict = self._error_in(news)
                 if verdict is not None:
                     found.append(verdict)
                     return
-                end = end_of_suspicion(peer, suspects, self._rank)
-                if end in seen and seen[end].left and end not in suspects:
+                if peer is None:
+                    peer = self._find_suspect(news, next(others, None))
+                end = end_of_suspicion(peer, news.suspects, self._rank)
+                if end in news.left and end not in news.suspects:
                     return
                 time.sleep(0.05)
+            end = end_of_suspicion(peer, news.suspects, self._rank)
+            if end is not None:
+                last[end] = self._board.status_of(end)
 
         answered = self._talk(ask)
         if found:
             return found[0]
-        lost = end_of_suspicion(peer, suspects, self._rank)
-        if not answered and self._holder not in suspects:
+        lost = end_of_suspicion(peer, news.suspects, self._rank)
+        if not answered and self._holder not in news.suspects:
             without = self._without_store()
             if without is not None:
                 return without
-        if lost in seen and seen[lost].left:
+        if lost in news.left:
             return Verdict(HAS_LEFT, lost=lost)
-        if lost in seen and seen[lost].waiting:
-            stream, index = seen[lost].waiting[0]
-            # The description of an old collective is no longer recorded.
-            text = seen[lost].call(stream, index)
-            reason += (
-                f"; rank {lost} was last seen waiting in collective {index} of its "
-                f"stream{'' if text is None else f' ({text})'}"
-            )
+        reason += "" if lost is None else _last_seen(lost, last.get(lost))
         return Verdict(
             f"{reason}; it has published no error, so it was killed, stopped or is stuck; "
             "read its output, and if it is only slow pass a larger timeout_s to process_group()",
             lost=lost,
         )
 
-    def _read_suspects(self) -> dict[int, int]:
-        """Return for each rank whose wait is broken the rank that it suspects, if known."""
-        suspects = {}
-        for peer in self._peers:
-            record: Any = self._read(f"suspect/{peer}")
-            if record is not None and record["rank"] is not None:
-                suspects[peer] = int(record["rank"])
-        return suspects
+    def _find_suspect(self, news: News, peer: int | None) -> int | None:
+        """Return the first suspect of another rank, or else a peer that is late."""
+        for suspect in news.suspects.values():
+            if suspect != self._rank:
+                return suspect
+        if peer is None or not _is_late(self._board.status_of(peer), self._status()):
+            return None
+        self._board.add_suspect(peer)
+        return peer
 
     def _talk(self, ask: Callable[[], object]) -> bool:
         """Access the store for a bounded time, and never again after a timeout.
@@ -320,3 +358,20 @@ class Watchdog:
         if not self._store_silent:
             self._store_silent = not try_for(2 * _POST_MORTEM_S + 1.0, ask)
         return not self._store_silent
+
+
+def _is_late(peer: Status | None, own: Status) -> bool:
+    """Whether a peer has not published the start of a collective that this rank waits for."""
+    return any(peer is None or not peer.has_started(*wait) for wait in own.waiting)
+
+
+def _last_seen(peer: int, status: Status | None) -> str:
+    if status is None or not status.waiting:
+        return ""
+    stream, index = status.waiting[0]
+    # The description of an old collective is no longer recorded.
+    text = status.call(stream, index)
+    return (
+        f"; rank {peer} was last seen waiting in collective {index} of its "
+        f"stream{'' if text is None else f' ({text})'}"
+    )

@@ -20,7 +20,7 @@ from zfun.collectives._ops import Stream
 from zfun.collectives.backends._attempt import attempt_store, holder_of_store, never_came, try_for
 from zfun.collectives.backends._base import ProcessGroup, keep_until_exit
 from zfun.collectives.backends._local import single_group
-from zfun.collectives.backends._nccl import NativeGroup
+from zfun.collectives.backends._nccl import NativeGroup, errors_left_to_zfun, torch_timeout
 from zfun.collectives.gloo._group import ExchangeGroup, HostsGroup
 from zfun.collectives.gloo._tuning import batch_scheduling, short_send_buffers
 from zfun.collectives.launch._together import make_together
@@ -280,18 +280,18 @@ def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
             f"RANK must be less than WORLD_SIZE; got {rank} and {size}; start the program with "
             "torchrun"
         )
-    timeout = timedelta(seconds=timeout_s)
     holder = holder_of_store(range(size))
     store = _launcher_store(rank, timeout_s, holder)
     store = attempt_store(store, rank, size, timeout_s)
-    start = functools.partial(
-        dist.init_process_group, store=store, rank=rank, world_size=size, timeout=timeout
-    )
+    start = functools.partial(dist.init_process_group, store=store, rank=rank, world_size=size)
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        torch.cuda.set_device(_number("LOCAL_RANK", rank))
-        start("nccl")
+        device = torch.device("cuda", _number("LOCAL_RANK", rank))
+        torch.cuda.set_device(device)
+        with errors_left_to_zfun():
+            start("nccl", timeout=torch_timeout(timeout_s), device_id=device)
     else:
-        make_together(store, rank, range(size), timeout_s, lambda: start("gloo"), holder)
+        begin = functools.partial(start, "gloo", timeout=timedelta(seconds=timeout_s))
+        make_together(store, rank, range(size), timeout_s, begin, holder)
     return functools.partial(_shut_down_torch, os.getpid(), before, sys.excepthook)
 
 

@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
@@ -134,7 +135,7 @@ def _first_problem(offers: Sequence[Sequence[str]], rank: int, size: int) -> str
 
 
 def exchange_texts(
-    store: Store,
+    store: Any,
     key: str,
     rank: int,
     size: int,
@@ -156,7 +157,8 @@ def exchange_texts(
     keys = [f"{key}/{peer}" for peer in range(size)]
     if not await_keys(store, keys, timeout_s):
         raise TimeoutError(f"a rank did not join the group within {timeout_s:g} s")
-    return [store.get(name).decode() for name in keys]
+    texts: list[bytes] = store.multi_get(keys)
+    return [text.decode() for text in texts]
 
 
 def _exchange_segments(

@@ -11,6 +11,8 @@ from zfun.ops._exact import LIMBS, LOWEST
 from zfun.ops.triton._base import as_pointer, is_bf16, launch, load_wide
 
 _UNITS = 128  # of 32 elements
+# With fewer, a thread holds so many numbers that half of the multiprocessor stays empty.
+NUM_WARPS = 8
 
 
 @triton.jit
@@ -60,5 +62,6 @@ def squares_in_bins(x: Tensor) -> Tensor:
     args = (as_pointer(x), row, row[LIMBS:].view(torch.float64), x.numel())
     flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST, "BF16": is_bf16(x)}
     if x.numel():
-        launch(_squares, (triton.cdiv(x.numel(), 32 * _UNITS),), x.device, *args, **flags)
+        grid = (triton.cdiv(x.numel(), 32 * _UNITS),)
+        launch(_squares, grid, x.device, *args, **flags, num_warps=NUM_WARPS)
     return row
