@@ -13,11 +13,6 @@ from zfun.compression import Compression
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT
 from zfun.optim import as_optimizer
 from zfun.options import (
-    ANY,
-    BOOL,
-    FUNCTION,
-    GROUP,
-    NAMES,
     OF_LEAVES,
     instance,
     integer,
@@ -40,14 +35,9 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
 
 @takes(
     stage=one_of(0, 1, 2, 3, example="3"),
-    loss_fn=FUNCTION,
-    optimizer=ANY,
-    group=GROUP,
     precision=instance(Precision, "a zf.Precision", "zf.Precision(...)")
     | one_of(torch.bfloat16, torch.float16)
     | None,
-    num_micro_batches=integer(1),
-    trainable=OF_LEAVES | None,
     buffers=OF_LEAVES | None,
     offload=instance(
         Offload, "a zf.stores.Offload", "zf.stores.Offload(optimizer=zf.stores.host())"
@@ -61,9 +51,6 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
     | None,
     schedule=instance(ScheduleOptions, "a zf.ScheduleOptions", "zf.ScheduleOptions(prefetch=2)")
     | None,
-    bucket_bytes=integer(1),
-    order=NAMES | None,
-    donate=BOOL,
     max_skipped=integer(1),
     unused=one_of("skip", "zeros"),
     placement=PLACEMENT | None,
