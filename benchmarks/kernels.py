@@ -5,8 +5,8 @@
 The limit of a kernel is a loop that reads and writes the same arrays and computes next to nothing.
 The loop runs before and after the kernel in every round. ``of limit`` is the median over rounds of
 the mean time of the loop divided by the time of the kernel. Torch's contender is the fused or
-``_foreach`` form of the same update; where torch needs several calls (a cast, a copy in fewer
-bits), the times are added. DeepSpeed's Adam takes part where DeepSpeed is installed; the first use
+``_foreach`` form of the same update; where torch needs several calls (a cast), the times
+are added. DeepSpeed's Adam takes part where DeepSpeed is installed; the first use
 compiles the kernel, with the ninja beside python:
 
     make bench-deepspeed BENCH_FLAGS="--preset many --rounds 1"    # makes the environment
@@ -16,6 +16,7 @@ compiles the kernel, with the ninja beside python:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -40,36 +41,22 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @jit
-def _limit_of_four(p: Any, g: Any, m: Any, v: Any, out: Any, begin: Any, end: Any) -> None:
-    size = min(1024, end - begin) if out.size else end - begin
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        ps, gs, ms, vs = p[at:stop], g[at:stop], m[at:stop], v[at:stop]
-        for i in range(ps.size):
-            x = np.float32(gs[i])
-            ps[i] += x
-            ms[i] += x
-            vs[i] += x
-        if out.size:
-            copy = out[at:stop]
-            for i in range(copy.size):
-                copy[i] = np.int32(ps[i])
+def _limit_of_four(p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any) -> None:
+    ps, gs, ms, vs = p[begin:end], g[begin:end], m[begin:end], v[begin:end]
+    for i in range(ps.size):
+        x = np.float32(gs[i])
+        ps[i] += x
+        ms[i] += x
+        vs[i] += x
 
 
 @jit
-def _limit_of_three(p: Any, g: Any, m: Any, out: Any, begin: Any, end: Any) -> None:
-    size = min(1024, end - begin) if out.size else end - begin
-    for at in range(begin, end, size):
-        stop = min(at + size, end)
-        ps, gs, ms = p[at:stop], g[at:stop], m[at:stop]
-        for i in range(ps.size):
-            x = np.float32(gs[i])
-            ps[i] += x
-            ms[i] += x
-        if out.size:
-            copy = out[at:stop]
-            for i in range(copy.size):
-                copy[i] = np.int32(ps[i])
+def _limit_of_three(p: Any, g: Any, m: Any, begin: Any, end: Any) -> None:
+    ps, gs, ms = p[begin:end], g[begin:end], m[begin:end]
+    for i in range(ps.size):
+        x = np.float32(gs[i])
+        ps[i] += x
+        ms[i] += x
 
 
 @jit
@@ -105,9 +92,9 @@ def _limit_of_sum(x: Any, y: Any, out: Any, begin: Any, end: Any) -> None:
         outs[i] = xs[i] + ys[i]
 
 
-def limit(kernel: Any, *tensors: Tensor | None) -> Run:
+def limit(kernel: Any, *tensors: Tensor) -> Run:
     """Run a limit over copies, because the sums soon grow beyond the numbers of an optimizer."""
-    arrays = [np.zeros(0, np.uint16) if x is None else as_array(x.clone()) for x in tensors]
+    arrays = [as_array(x.clone()) for x in tensors]
     length = arrays[0].size
     return lambda: in_parts(length, lambda begin, end: kernel(*arrays, begin, end))
 
@@ -124,15 +111,15 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     p, g, m, v = (torch.randn(numel, generator=generator).mul_(1e-2) for _ in range(4))
     v.square_()
-    gb, pb = g.to(BF16), p.to(BF16)
-    adam: dict[str, Any] = {
-        "b1": 0.9,
-        "b2": 0.999,
-        "step_size": 1e-6,
-        "eps": 1e-8,
-        "correction": 0.9,
-    }
-    adamw: dict[str, Any] = {**adam, "decay": 1e-7}
+    gb = g.to(BF16)
+    adam = ops.AdamRule(b1=0.9, b2=0.999, step_size=1e-6, eps=1e-8, l2=0.1, correction=0.9)
+    adamw = dataclasses.replace(adam, l2=0.0, decay=1e-7)
+    sgd = ops.SgdRule(learning_rate=1e-6, momentum=0.9)
+    nesterov = dataclasses.replace(sgd, nesterov=True, l2=0.1)
+    plain = ops.SgdRule(learning_rate=1e-6)
+    lion = ops.LionRule(b1=0.9, b2=0.99, learning_rate=1e-6, decay=1e-7)
+    adagrad = ops.AdagradRule(learning_rate=1e-6, eps=1e-10)
+    lamb = ops.LambRule(0.9, 0.999, 1e-6, eps=1e-6, weight_decay=0.1, bias=0.9)
     parameter = torch.nn.Parameter(p.clone())
     parameter.grad = g
 
@@ -147,9 +134,7 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             except (RuntimeError, TypeError, ValueError):
                 continue
             found[f"torch {form}"] = (
-                functools.partial(_with_casts, optimizer, parameter, gb, pb)
-                if half
-                else optimizer.step
+                functools.partial(_with_cast, optimizer, parameter, gb) if half else optimizer.step
             )
         return found
 
@@ -170,28 +155,28 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "adamw",
                 28,
-                lambda: ops.adam_step(p, g, m, v, None, **adamw),
-                limit(_limit_of_four, p, g, m, v, None),
+                lambda: adamw(p, g, m, v, None),
+                limit(_limit_of_four, p, g, m, v),
                 {**torchs(torch.optim.AdamW), **deepspeeds()},
             ),
         )
         yield (
             "adamw_bf16",
             lambda: Case(
-                "adamw, bf16 in and out",
-                28,
-                lambda: ops.adam_step(p, gb, m, v, None, out=pb, **adamw),
-                limit(_limit_of_four, p, gb, m, v, pb),
+                "adamw, bf16 gradients",
+                26,
+                lambda: adamw(p, gb, m, v, None),
+                limit(_limit_of_four, p, gb, m, v),
                 torchs(torch.optim.AdamW, half=True),
             ),
         )
         yield (
             "adam",
             lambda: Case(
-                "adam, l2 and scale",
+                "adam, l2",
                 28,
-                lambda: ops.adam_step(p, g, m, v, None, l2=0.1, scale=0.5, **adam),
-                limit(_limit_of_four, p, g, m, v, None),
+                lambda: adam(p, g, m, v, None),
+                limit(_limit_of_four, p, g, m, v),
                 torchs(torch.optim.Adam, weight_decay=0.1),
             ),
         )
@@ -200,20 +185,18 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "sgd, momentum",
                 20,
-                lambda: ops.sgd_step(p, g, m, None, learning_rate=1e-6, momentum=0.9),
-                limit(_limit_of_three, p, g, m, None),
+                lambda: sgd(p, g, m, None),
+                limit(_limit_of_three, p, g, m),
                 torchs(torch.optim.SGD, momentum=0.9),
             ),
         )
         yield (
             "nesterov",
             lambda: Case(
-                "sgd, nesterov, l2, bf16 in and out",
-                20,
-                lambda: ops.sgd_step(
-                    p, gb, m, None, learning_rate=1e-6, momentum=0.9, nesterov=True, l2=0.1, out=pb
-                ),
-                limit(_limit_of_three, p, gb, m, pb),
+                "sgd, nesterov, l2, bf16 gradients",
+                18,
+                lambda: nesterov(p, gb, m, None),
+                limit(_limit_of_three, p, gb, m),
                 torchs(torch.optim.SGD, half=True, momentum=0.9, nesterov=True, weight_decay=0.1),
             ),
         )
@@ -222,7 +205,7 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "sgd, plain",
                 12,
-                lambda: ops.sgd_step(p, g, None, None, learning_rate=1e-6),
+                lambda: plain(p, g, None, None),
                 limit(_limit_of_two, p, g),
                 torchs(torch.optim.SGD),
             ),
@@ -232,10 +215,8 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "lion",
                 20,
-                lambda: ops.lion_step(
-                    p, g, m, None, b1=0.9, b2=0.99, learning_rate=1e-6, decay=1e-7
-                ),
-                limit(_limit_of_three, p, g, m, None),
+                lambda: lion(p, g, m, None),
+                limit(_limit_of_three, p, g, m),
                 {},
             ),
         )
@@ -244,26 +225,18 @@ def optimizer_cases(numel: int, only: str) -> Iterator[Case]:
             lambda: Case(
                 "adagrad",
                 20,
-                lambda: ops.adagrad_step(p, g, v, None, learning_rate=1e-6, eps=1e-10),
-                limit(_limit_of_three, p, g, v, None),
+                lambda: adagrad(p, g, v, None),
+                limit(_limit_of_three, p, g, v),
                 torchs(torch.optim.Adagrad),
             ),
         )
-        lamb: dict[str, Any] = {
-            "b1": 0.9,
-            "b2": 0.999,
-            "learning_rate": 1e-6,
-            "eps": 1e-6,
-            "weight_decay": 0.1,
-            "bias": 0.9,
-        }
         layers = [(start, min(start + 1_000_000, numel)) for start in range(0, numel, 1_000_000)]
         yield (
             "lamb",
             lambda: Case(
                 "lamb, layers of 1M",
                 40,
-                lambda: ops.lamb_step(p, g, m, v, None, segments=layers, **lamb),
+                lambda: lamb(p, g, m, v, None, segments=layers),
                 limit(_limit_of_lamb, p, g, m, v),
                 {},
             ),
@@ -288,29 +261,22 @@ def sum_cases(numel: int) -> Iterator[Case]:
         )
 
 
-def _with_casts(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor, out: Tensor
-) -> None:
+def _with_cast(optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.copy_(grad)
     optimizer.step()
-    with torch.no_grad():
-        out.copy_(parameter)
 
 
 def ravel_cases() -> Iterator[Case]:
-    """Copy tensors as those of a transformer, and many tiny ones, into one buffer, with a factor, a
-    norm and a finite test in the same pass.
-    """
+    """Copy tensors like those of a transformer, and many tiny ones, into one buffer."""
     shapes = [(1024, 1024), (1024,), (512, 1024), (512,), (11,), (33, 77)] * 50
     large = tuple(torch.randn(shape) for shape in shapes[:291])
     scale = 0.5
-    for name, leaves, dtype, measure in (
-        ("ravel 291 tensors to bf16, scale, norm, finite", large, BF16, True),
-        ("ravel 291 tensors to bf16, scale", large, BF16, False),
-        ("ravel 291 tensors, fp32 to fp32", large, FP32, False),
-        ("ravel 500 x 64 to fp32, scale", tuple(torch.randn(64) for _ in range(500)), FP32, False),
-        ("ravel 500 x 64 to bf16, scale", tuple(torch.randn(64) for _ in range(500)), BF16, False),
+    for name, leaves, dtype in (
+        ("ravel 291 tensors to bf16, scale", large, BF16),
+        ("ravel 291 tensors, fp32 to fp32", large, FP32),
+        ("ravel 500 x 64 to fp32, scale", tuple(torch.randn(64) for _ in range(500)), FP32),
+        ("ravel 500 x 64 to bf16, scale", tuple(torch.randn(64) for _ in range(500)), BF16),
     ):
         offsets = tuple(itertools.accumulate((-(-x.numel() // 32) * 32 for x in leaves), initial=0))
         out = torch.zeros(offsets[-1], dtype=dtype)
@@ -323,8 +289,8 @@ def ravel_cases() -> Iterator[Case]:
         factor = 1.0 if name.endswith("fp32 to fp32") else scale
         as_list = list(leaves)
         others: dict[str, Run] = {
-            "torch foreach": functools.partial(_foreach, leaves, views, out, factor, measure),
-            "torch mul into views": functools.partial(_mul_into, leaves, views, factor, measure),
+            "torch foreach": functools.partial(_foreach, leaves, views, out, factor),
+            "torch mul into views": functools.partial(_mul_into, leaves, views, factor),
         }
         if len(leaves) == 500:
             others["ravel_into, new addresses"] = functools.partial(
@@ -333,15 +299,12 @@ def ravel_cases() -> Iterator[Case]:
                 as_list,
                 offsets[:-1],
                 scale=factor,
-                measure=measure,
                 table=fresh,
             )
         yield Case(
             name,
             sum(x.numel() for x in leaves) * (4 + dtype.itemsize),
-            functools.partial(
-                ops.ravel_into, out, leaves, offsets[:-1], scale=factor, measure=measure, table=kept
-            ),
+            functools.partial(ops.ravel_into, out, leaves, offsets[:-1], scale=factor, table=kept),
             limit(_limit_of_copy, source, out)
             if dtype == BF16
             else functools.partial(out.copy_, source),
@@ -349,26 +312,15 @@ def ravel_cases() -> Iterator[Case]:
         )
 
 
-def _foreach(
-    leaves: tuple[Tensor, ...], views: list[Tensor], out: Tensor, scale: float, measure: bool
-) -> object:
+def _foreach(leaves: tuple[Tensor, ...], views: list[Tensor], out: Tensor, scale: float) -> None:
     torch._foreach_copy_(views, leaves)
     if scale != 1.0:
         out.mul_(scale)
-    return _measured(leaves) if measure else None
 
 
-def _mul_into(
-    leaves: tuple[Tensor, ...], views: list[Tensor], scale: float, measure: bool
-) -> object:
+def _mul_into(leaves: tuple[Tensor, ...], views: list[Tensor], scale: float) -> None:
     for leaf, view in zip(leaves, views, strict=True):
         torch.mul(leaf, scale, out=view)
-    return _measured(leaves) if measure else None
-
-
-def _measured(leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves)))
-    return norm, torch.isfinite(norm)
 
 
 def timed(run: Run) -> float:

@@ -13,7 +13,7 @@ from zfun import stores, tree
 from zfun.collectives import Group, gather_values
 from zfun.flat import Flat, unravel
 from zfun.modules import Functional
-from zfun.options import FUNCTION, GROUP, instance, takes
+from zfun.options import instance, takes
 from zfun.placement import S
 from zfun.recipes import ZeroState, check_is_state
 from zfun.transforms import ScheduleOptions, ShardedLoss, shard_params
@@ -24,11 +24,7 @@ _Out = TypeVar("_Out")
 _SCHEDULE = instance(ScheduleOptions, "a zf.ScheduleOptions", "zf.ScheduleOptions(prefetch=2)")
 
 
-@takes(
-    fn=FUNCTION,
-    group=GROUP,
-    schedule=_SCHEDULE | None,
-)
+@takes(schedule=_SCHEDULE | None)
 def evaluate(
     fn: Callable[[Any, Any], _Out], group: Group, *, schedule: ScheduleOptions | None = None
 ) -> Evaluation[_Out]:
@@ -155,7 +151,6 @@ class Evaluation(Generic[_Out]):
 @takes(
     apply=instance(Functional, "a function made by zf.functional()", "zf.functional(model)"),
     state=instance(ZeroState, "a state of zf.zero()", "zero.init(params)"),
-    group=GROUP,
     schedule=_SCHEDULE | None,
 )
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import difflib
 import functools
 import inspect
 import math
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -250,6 +252,61 @@ STORE = Kind(_has("put", "crossed", "device"), ("a store of zf.stores",), "zf.st
 SECONDS = number(above=0, below=1e9, example="120.0")
 FRACTION = Kind(lambda x: number(0).accepts(x) and x <= 1, ("a number from 0 to 1",), "0.3")
 
+SCHEDULE = function("a function of the step", "zf.optim.constant(3e-4)")
+RATE = number(0, example="3e-4") | SCHEDULE
+DECAY = number(0, below=1, example="0.9") | SCHEDULE
+SECOND_DECAY = number(0, below=1, example="0.999")
+
+# The kinds of arguments that mean the same everywhere, by name.
+_BY_NAME: Mapping[str, Kind] = {
+    "b1": DECAY,
+    "b2": SECOND_DECAY,
+    "bucket_bytes": integer(1),
+    "eps": number(0, example="1e-8"),
+    "learning_rate": RATE,
+    "num_micro_batches": integer(1),
+    "num_steps": integer(1),
+    "num_warmup": integer(0),
+    "optimizer": ANY,  # as_optimizer() has the better message
+    "order": NAMES | None,
+    "trainable": OF_LEAVES | None,
+    "weight_decay": number(0),
+}
+# And by annotation. A tree may be any value.
+_BY_ANNOTATION: Mapping[str, Kind] = {
+    "Any": ANY,
+    "Callable": FUNCTION,
+    "Group": GROUP,
+    "Store": STORE,
+    "Tensor": TENSOR,
+    "Tree": ANY,
+    "bool": BOOL,
+    "float": number(),
+    "int": integer(),
+    "str": TEXT,
+    "torch.dtype": DTYPE,
+    "tree.Tree": ANY,
+}
+
+
+def _usual(name: str, annotation: Any) -> Kind | None:
+    """Return the kind of an argument by its name, or else by its annotation."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    while text != (text := re.sub(r"\[[^][]*\]", "", text)):
+        pass
+    words = text.split(" | ")
+    kinds = [_BY_ANNOTATION.get(word) for word in words if word != "None"]
+    if ANY in kinds:
+        return ANY
+    known = [kind for kind in kinds if kind is not None]
+    if not known or len(known) < len(kinds):
+        return None
+    kind: Kind = functools.reduce(operator.or_, known)
+    return kind | None if "None" in words else kind
+
+
 # The words of other libraries for options of zfun. The entry of a function without such options
 # does not count.
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
@@ -290,7 +347,8 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
     """Check the arguments of a function, or of the constructor of a class, before each call.
 
     Args:
-        kinds: the kind of every argument, by name.
+        kinds: the kind of an argument, by name, where neither the name (``bucket_bytes``) nor the
+            annotation (``bool``, ``Group``, ``Callable[...] | None``) says it.
 
     Returns:
         A decorator, which keeps the signature, the docstring and the type.
@@ -301,8 +359,8 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
         AssertionError: from the decorator: an argument without a kind.
 
     Example:
-        >>> @takes(stage=one_of(0, 1, 2, 3, example="3"), bucket_bytes=integer(1))
-        ... def train(stage, *, bucket_bytes=1): ...
+        >>> @takes(stage=one_of(0, 1, 2, 3, example="3"))
+        ... def train(stage: int, *, bucket_bytes: int = 1): ...
         >>> train("x")
         Traceback (most recent call last):
         ...
@@ -316,8 +374,13 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
     def decorate(target: _Target) -> _Target:
         parameters = inspect.signature(target).parameters
         is_open = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        named = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD]
-        assert set(named) == set(kinds), (target, set(named) ^ set(kinds))
+        table = {
+            name: kinds[name] if name in kinds else _usual(name, one.annotation)
+            for name, one in parameters.items()
+            if one.kind is not one.VAR_KEYWORD
+        }
+        known = {name: kind for name, kind in table.items() if kind is not None}
+        assert known.keys() == table.keys() | kinds.keys(), (target, table.keys() ^ known.keys())
         in_order = [
             name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
         ]
@@ -325,12 +388,12 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
         label = f"{target.__name__}()"
         if inspect.isclass(target):
             # A constructor gets the new object first.
-            table = _ArgumentTable(
-                label, {"self": ANY, **kinds}, ["self", *in_order], rest, is_open
+            of_init = _ArgumentTable(
+                label, {"self": ANY, **known}, ["self", *in_order], rest, is_open
             )
-            target.__init__ = _checking(target.__init__, table)  # type: ignore[misc]
+            target.__init__ = _checking(target.__init__, of_init)  # type: ignore[misc]
             return target
-        return _checking(target, _ArgumentTable(label, kinds, in_order, rest, is_open))
+        return _checking(target, _ArgumentTable(label, known, in_order, rest, is_open))
 
     return decorate
 

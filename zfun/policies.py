@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from zfun.options import FUNCTION, TEXT, takes
+from zfun.options import FUNCTION, takes
 
 __all__ = [
     "Policy",
@@ -140,7 +140,7 @@ def attention(op: Any, result: Result) -> bool:
     return _of(op).startswith("aten::_scaled_dot_product_")
 
 
-@takes(chosen=TEXT)
+@takes()
 def names(*chosen: str) -> Policy:
     """Keep the results of parts of the code that have one of some names; see :func:`named`.
 
@@ -160,7 +160,7 @@ def names(*chosen: str) -> Policy:
     return lambda op, result: result.name in chosen
 
 
-@takes(name=TEXT)
+@takes()
 @contextmanager
 def named(name: str) -> Iterator[None]:
     """Name a part of a block, so that policies see the name.

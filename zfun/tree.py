@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import optree
 import torch.utils._pytree as torch_pytree
 
-from zfun.options import ANY, FUNCTION, ITERABLE, OF_LEAVES, instance, takes
+from zfun.options import FUNCTION, ITERABLE, OF_LEAVES, instance, takes
 
 __all__ = [
     "NAMESPACE",
@@ -49,7 +49,7 @@ _insertion_order.__enter__()
 SPEC = instance(optree.PyTreeSpec, "the structure of a tree", "zf.tree.structure(params)")
 
 
-@takes(tree=ANY, is_leaf=FUNCTION | None)
+@takes(is_leaf=FUNCTION | None)
 def flatten(tree: Tree, is_leaf: _IsLeaf = None) -> tuple[list[Any], Spec]:
     """Split a tree into leaves and structure.
 
@@ -79,19 +79,19 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
-@takes(tree=ANY, is_leaf=FUNCTION | None)
+@takes(is_leaf=FUNCTION | None)
 def leaves(tree: Tree, is_leaf: _IsLeaf = None) -> list[Any]:
     """Return the leaves of a tree in insertion order."""
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
-@takes(tree=ANY, is_leaf=FUNCTION | None)
+@takes(is_leaf=FUNCTION | None)
 def structure(tree: Tree, is_leaf: _IsLeaf = None) -> Spec:
     """Return the structure of a tree, without leaves."""
     return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
-@takes(spec=SPEC, tree=ANY)
+@takes(spec=SPEC)
 def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
     """Return the leaves of a tree in the order of a structure, for any insertion order of dicts.
 
@@ -119,7 +119,7 @@ def leaves_like(spec: Spec, tree: Tree) -> list[Any] | None:
     )
 
 
-@takes(spec=SPEC, tree=ANY)
+@takes(spec=SPEC)
 def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
     """Return the parts of a tree at the leaves of a structure; ``None`` for a hole.
 
@@ -136,7 +136,7 @@ def subtrees(spec: Spec, tree: Tree) -> list[Any] | None:
         return None
 
 
-@takes(fn=FUNCTION, tree=ANY, rest=ANY, is_leaf=FUNCTION | None)
+@takes(is_leaf=FUNCTION | None)
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None) -> Tree:
     """Apply ``fn`` to every leaf of a tree, together with the leaves at the same place in the rest.
 
@@ -147,7 +147,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: _IsLeaf = None
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
-@takes(tree=ANY, is_leaf=FUNCTION | None)
+@takes(is_leaf=FUNCTION | None)
 def paths(tree: Tree, is_leaf: _IsLeaf = None) -> list[str]:
     """Return the path of every leaf, in the order of :func:`leaves`.
 
@@ -175,7 +175,7 @@ def _name(entry: Any) -> Any:
     return entry.field if isinstance(entry, _FIELDS) else entry.entry
 
 
-@takes(cls=instance(type, "a class", "Node"), to_children=FUNCTION, from_children=FUNCTION)
+@takes(cls=instance(type, "a class", "Node"))
 def register(
     cls: type,
     to_children: Callable[[Any], tuple[Iterable[Any], Any]],
@@ -224,7 +224,7 @@ def _fields_of(node: Any, children: tuple[Any, ...]) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-@takes(tree=ANY, predicate=OF_LEAVES)
+@takes(predicate=OF_LEAVES)
 def partition(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:
     """Split a tree in two by a predicate; :func:`combine` joins the parts.
 

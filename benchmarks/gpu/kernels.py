@@ -48,7 +48,7 @@ class Case(NamedTuple):
 def step_cases(numel: int, device: str) -> Iterator[Case]:
     p, g, m, v = (torch.randn(numel, device=device).mul_(1e-2) for _ in range(4))
     v.square_()
-    half, copy = g.to(BF16), p.to(BF16)
+    half = g.to(BF16)
     weight = torch.nn.Parameter(p.clone())
     weight.grad = g.clone()
 
@@ -59,41 +59,34 @@ def step_cases(numel: int, device: str) -> Iterator[Case]:
         }
         return {f"{form} {make.__name__}": optimizer.step for form, optimizer in made.items()}
 
-    adam: dict[str, Any] = {
-        "b1": 0.9,
-        "b2": 0.999,
-        "step_size": 1e-6,
-        "eps": 1e-8,
-        "correction": 0.9,
-        "decay": 1e-7,
-    }
+    adam = ops.AdamRule(b1=0.9, b2=0.999, step_size=1e-6, eps=1e-8, decay=1e-7, correction=0.9)
     yield Case(
         "adamw",
         28 * numel,
-        lambda: ops.adam_step(p, g, m, v, None, **adam),
+        lambda: adam(p, g, m, v, None),
         torchs(torch.optim.AdamW),
     )
     yield Case(
-        "adamw, bfloat16 gradient and copy",
-        28 * numel,
-        lambda: ops.adam_step(p, half, m, v, None, out=copy, **adam),
+        "adamw, bfloat16 gradient",
+        26 * numel,
+        lambda: adam(p, half, m, v, None),
         {},
     )
-    sgd: dict[str, Any] = {"learning_rate": 1e-6, "momentum": 0.9}
+    sgd = ops.SgdRule(learning_rate=1e-6, momentum=0.9)
     yield Case(
         "sgd, momentum",
         20 * numel,
-        lambda: ops.sgd_step(p, g, m, None, **sgd),
+        lambda: sgd(p, g, m, None),
         torchs(torch.optim.SGD, momentum=0.9),
     )
-    lion: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "learning_rate": 1e-6, "decay": 1e-7}
-    yield Case("lion", 20 * numel, lambda: ops.lion_step(p, g, m, None, **lion), {})
-    adagrad: dict[str, Any] = {"learning_rate": 1e-6, "eps": 1e-10}
+    lion = ops.LionRule(b1=0.9, b2=0.99, learning_rate=1e-6, decay=1e-7)
+    yield Case("lion", 20 * numel, lambda: lion(p, g, m, None), {})
+    adagrad = ops.AdagradRule(learning_rate=1e-6, eps=1e-10)
     foreach = torch.optim.Adagrad([weight], lr=1e-6, foreach=True)
     yield Case(
         "adagrad",
         20 * numel,
-        lambda: ops.adagrad_step(p, g, v, None, **adagrad),
+        lambda: adagrad(p, g, v, None),
         {"foreach Adagrad": foreach.step},
     )
 
@@ -136,18 +129,6 @@ def ravel_cases(numel: int, device: str) -> Iterator[Case]:
                     "cat, mul": lambda leaves=leaves, dtype=dtype: (
                         torch.cat([x.view(-1) for x in leaves]).mul_(0.5).to(dtype)
                     ),
-                },
-            )
-            yield Case(
-                f"unravel {name}, {str(dtype).removeprefix('torch.')} to float32",
-                nbytes,
-                lambda out=out, leaves=leaves, offsets=offsets: ops.unravel_from(
-                    out, leaves, offsets[:-1]
-                ),
-                {
-                    "foreach copy": lambda views=views, leaves=leaves: torch._foreach_copy_(
-                        leaves, views
-                    )
                 },
             )
 

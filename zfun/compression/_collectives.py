@@ -54,10 +54,10 @@ from zfun.collectives import (
 )
 from zfun.compression._codecs import CODEC, Codec
 from zfun.errors import OptionError
-from zfun.options import FLOATING, GROUP, TENSOR, TEXT, takes
+from zfun.options import FLOATING, takes
 
 
-@takes(call=CALL, x=TENSOR, group=GROUP, codec=CODEC, dtype=FLOATING | None)
+@takes(call=CALL, codec=CODEC, dtype=FLOATING | None)
 def start(
     call: Collective, x: Tensor, group: Group, codec: Codec, *, dtype: torch.dtype | None = None
 ) -> Work:
@@ -135,7 +135,7 @@ def start(
             )
 
 
-@takes(call=CALL, x=TENSOR, group=GROUP, codec=CODEC)
+@takes(call=CALL, codec=CODEC)
 def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
     """``P -> S``: start a compressed sum over the mesh of a group, sharded over the group.
 
@@ -301,7 +301,7 @@ def _exact(x: Tensor, group: Group, call: Collective, op: Op) -> Tensor:
     return _EXACT[op.kind](x, group, name=call.name, part=call.part, stream=call.stream)
 
 
-@takes(x=TENSOR, group=GROUP, codec=CODEC, name=TEXT, part=TEXT, stream=STREAM)
+@takes(codec=CODEC, stream=STREAM)
 def all_gather(
     x: Tensor,
     group: Group,
@@ -340,7 +340,7 @@ def all_gather(
     return _run(x, group, codec, Collective(AllGather(), name, part, stream))
 
 
-@takes(x=TENSOR, group=GROUP, codec=CODEC, name=TEXT, part=TEXT, stream=STREAM)
+@takes(codec=CODEC, stream=STREAM)
 def reduce_scatter(
     x: Tensor,
     group: Group,
@@ -379,7 +379,7 @@ def reduce_scatter(
     return _run(x, group, codec, Collective(ReduceScatter(), name, part, stream))
 
 
-@takes(x=TENSOR, group=GROUP, codec=CODEC, name=TEXT, part=TEXT, stream=STREAM)
+@takes(codec=CODEC, stream=STREAM)
 def all_reduce(
     x: Tensor,
     group: Group,

@@ -18,18 +18,10 @@ from torch import Tensor
 from zfun import ops
 from zfun.collectives import STREAM, AllGather, AllToAll, Collective, Group, Stream, Work
 from zfun.errors import OptionError
-from zfun.options import GROUP, TENSOR, TEXT, takes
+from zfun.options import takes
 
 
-@takes(
-    x=TENSOR,
-    worker_error=TENSOR | None,
-    server_error=TENSOR | None,
-    group=GROUP,
-    name=TEXT,
-    part=TEXT,
-    stream=STREAM,
-)
+@takes(stream=STREAM)
 def compressed_all_reduce(
     x: Tensor,
     worker_error: Tensor | None,

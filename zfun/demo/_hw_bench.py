@@ -189,8 +189,10 @@ def _update(group: Group, device: torch.device, mib: int) -> float:
     numel = mib * 2**20 // 16
     param, grad, first, second = (torch.zeros(numel, device=device) for _ in range(4))
 
+    rule = ops.AdamRule(b1=0.9, b2=0.95, step_size=1e-4, eps=1e-8)
+
     def step() -> None:
-        ops.adam_step(param, grad, first, second, None, b1=0.9, b2=0.95, step_size=1e-4, eps=1e-8)
+        rule(param, grad, first, second, None)
 
     barrier(group)
     # The parameters and both moments are read and written, the gradients read.

@@ -24,31 +24,30 @@ from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantise
 from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
 from zfun.ops._norm import squares_in_bins, total_of_bins
-from zfun.ops._ravel import Measures, ravel, ravel_into, unravel, unravel_from
+from zfun.ops._ravel import ravel, ravel_into, unravel
 from zfun.ops._signs import pack_signs, unpack_signs
-from zfun.ops._steps import adagrad_step, adam_step, lamb_step, lion_step, scale_into, sgd_step
+from zfun.ops._steps import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, scale_into
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
 from zfun.ops._tensors import is_abstract, uncompiled, use, wide
 
 __all__ = [
+    "AdagradRule",
+    "AdamRule",
     "AddressTable",
-    "Measures",
-    "adagrad_step",
-    "adam_step",
+    "LambRule",
+    "LionRule",
+    "SgdRule",
     "dequantise",
     "fake_mode",
     "fingerprint",
     "is_abstract",
-    "lamb_step",
-    "lion_step",
     "message_bytes",
     "pack_signs",
     "quantise",
     "ravel",
     "ravel_into",
     "scale_into",
-    "sgd_step",
     "squares_in_bins",
     "sum_dequantised",
     "sum_in_rank_order",
@@ -56,7 +55,6 @@ __all__ = [
     "uncompiled",
     "unpack_signs",
     "unravel",
-    "unravel_from",
     "use",
     "wide",
 ]

@@ -1,31 +1,16 @@
-"""Leaves to a flat buffer and back, and the norm of the buffer in the same pass."""
+"""Leaves to a flat buffer and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zfun.ops import reference
 from zfun.ops._dispatch import triton_for
-from zfun.ops._norm import squares_in_bins
 from zfun.ops._table import AddressTable
 from zfun.ops._tensors import compiled, is_abstract, is_plain
-
-
-class Measures(NamedTuple):
-    """The norm of a buffer, and whether the buffer is finite, read while it was written.
-
-    Attributes:
-        squares: the sum of the squares of its elements, exact, as :func:`squares_in_bins` returns
-            it.
-        finite: whether all of them are finite, a 0-dim bool tensor where the buffer lives.
-    """
-
-    squares: Tensor
-    finite: Tensor
 
 
 def ravel(
@@ -67,10 +52,9 @@ def ravel_into(
     offsets: Sequence[int],
     *,
     scale: float = 1.0,
-    measure: bool = False,
     table: AddressTable | None = None,
-) -> Measures | None:
-    """Copy tensors into a buffer in one pass: cast, scale, zeros in between, norm on request.
+) -> None:
+    """Copy tensors into a buffer in one pass: cast, scale, zeros in between.
 
     An element is cast to the dtype of the buffer, or to float32 where that has fewer bits,
     multiplied, and rounded once.
@@ -81,23 +65,16 @@ def ravel_into(
             complex tensor is written as pairs of reals.
         offsets: where each begins, in elements of the buffer.
         scale: factor applied to every element.
-        measure: take the norm of the buffer, and test whether all elements are finite.
         table: where addresses are kept between the calls for one bucket.
-
-    Returns:
-        The measures, or None.
 
     Raises:
         RuntimeError: autograd would have to record the copy.
 
     Example:
-        >>> from zfun.ops import total_of_bins
         >>> out = torch.empty(4, dtype=torch.bfloat16)
-        >>> found = ravel_into(out, [torch.tensor([3.0, -4.0])], [1], scale=2.0, measure=True)
+        >>> ravel_into(out, [torch.tensor([3.0, -4.0])], [1], scale=2.0)
         >>> out
         tensor([ 0.,  6., -8.,  0.], dtype=torch.bfloat16)
-        >>> total_of_bins(found.squares[None]), found.finite
-        (tensor(100., dtype=torch.float64), tensor(True))
     """
     table = AddressTable(kept=False) if table is None else table
     taken = compiled() and is_plain(out) and table.point_at(tensors, offsets, out.numel())
@@ -109,58 +86,17 @@ def ravel_into(
             "ravel_into() is not differentiable; got a tensor that autograd records; detach() "
             "it, or use torch.no_grad()"
         )
-    if is_abstract(out) and not measure:
-        return None
+    if is_abstract(out):
+        return
     with torch.no_grad():
         if taken:
             from zfun.ops import numba
 
-            squares = numba.ravel_into(out, table, scale, measure)
-            # The square of a finite float64 may overflow; only the elements tell.
-            is_finite = squares is not None and not squares[-1]
-        else:
-            triton = triton_for(out)
-            if triton is None or not triton.ravel_into(out, tensors, offsets, scale):
-                reference.ravel_into(out, tensors, offsets, scale)
-            squares, is_finite = squares_in_bins(out) if measure else None, False
-        if squares is None:
-            return None
-        finite = out.new_ones((), dtype=torch.bool) if is_finite else torch.isfinite(out).all()
-        return Measures(squares, finite)
-
-
-def unravel_from(
-    source: Tensor,
-    tensors: Sequence[Tensor | None],
-    offsets: Sequence[int],
-    *,
-    table: AddressTable | None = None,
-) -> None:
-    """Copy the pieces of a buffer into tensors, with a cast: the inverse of :func:`ravel_into`.
-
-    Args:
-        source: the buffer, 1-D, contiguous.
-        tensors: where to copy, of any shapes and dtypes; ``None`` for a piece that nobody wants.
-        offsets: where the piece of each begins, in elements of the buffer.
-        table: where addresses are kept between the calls for one bucket.
-
-    Example:
-        >>> w = torch.empty(2, 2, dtype=torch.float64)
-        >>> unravel_from(torch.arange(6.0), [w], [1])
-        >>> w
-        tensor([[1., 2.],
-                [3., 4.]], dtype=torch.float64)
-    """
-    table = AddressTable(kept=False) if table is None else table
-    if compiled() and is_plain(source) and table.point_at(tensors, offsets, source.numel()):
-        from zfun.ops import numba
-
-        numba.unravel_from(source, table)
-        torch.autograd.graph.increment_version([x for x in tensors if x is not None])
-        return
-    triton = triton_for(source)
-    if triton is None or not triton.unravel_from(source, tensors, offsets):
-        reference.unravel_from(source, tensors, offsets)
+            numba.ravel_into(out, table, scale)
+            return
+        triton = triton_for(out)
+        if triton is None or not triton.ravel_into(out, tensors, offsets, scale):
+            reference.ravel_into(out, tensors, offsets, scale)
 
 
 def unravel(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -15,19 +15,19 @@ from zfun.ops._tensors import is_plain, number
 class AddressTable:
     """Addresses of the tensors of one buffer, kept between calls to save time.
 
-    Make one for each bucket of a layout and pass it to every :func:`ravel_into` or
-    :func:`unravel_from` of that bucket. Tensors are checked and their addresses read again at each
-    call, unless ``tensors`` is the very tuple of the last call: then the table keeps the addresses.
-    So pass a tuple twice only if no tensor in it was given other memory in between (``.data =``,
-    ``set_``, ``resize_``). A table holds references to the tensors of the last call;
-    :meth:`clear` drops them. One thread may use a table at a time.
+    Make one for each bucket of a layout and pass it to every :func:`ravel_into` of that bucket.
+    Tensors are checked and their addresses read again at each call, unless ``tensors`` is the very
+    tuple of the last call: then the table keeps the addresses. So pass a tuple twice only if no
+    tensor in it was given other memory in between (``.data =``, ``set_``, ``resize_``). A table
+    holds references to the tensors of the last call; :meth:`clear` drops them. One thread may use a
+    table at a time.
 
     Example:
         >>> from zfun.ops import ravel_into
         >>> table, out, leaves = AddressTable(), torch.empty(4), (torch.ones(2), torch.ones(1))
         >>> offsets = (0, 3)
         >>> for scale in (1.0, 2.0):
-        ...     _ = ravel_into(out, leaves, offsets, scale=scale, table=table)
+        ...     ravel_into(out, leaves, offsets, scale=scale, table=table)
         >>> out
         tensor([2., 2., 0., 2.])
     """
@@ -55,7 +55,7 @@ class AddressTable:
         """Read where tensors lie.
 
         Args:
-            tensors: the tensors to copy or to write; ``None`` for none.
+            tensors: the tensors to copy; ``None`` for none.
             offsets: where each begins in the buffer.
             numel: length of the buffer.
 

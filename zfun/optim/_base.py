@@ -17,7 +17,7 @@ from zfun.flat import flats
 from zfun.layout import LabelFn
 from zfun.optim._missed import sparing, sparing_apply
 from zfun.optim._schedules import rate_at
-from zfun.options import ANY, BOOL, FUNCTION, shown, takes
+from zfun.options import FUNCTION, shown, takes
 from zfun.placement import Placement
 from zfun.sources.deferred import memory_of
 from zfun.tree import Tree
@@ -356,7 +356,7 @@ def _structure_of(init: InitFn) -> str:
     return described or "empty"
 
 
-@takes(params=ANY, updates=ANY, donate=BOOL)
+@takes()
 @torch.no_grad()
 def apply_updates(params: Tree, updates: Tree, donate: bool = False) -> Tree:
     """Add updates to parameters.

@@ -15,7 +15,7 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat
 from zfun.optim._base import Optimizer, State, as_optimizer, prepared
-from zfun.options import ANY, FUNCTION, number, shown, takes
+from zfun.options import ANY, number, shown, takes
 from zfun.tree import Tree
 
 _State = TypeVar("_State")
@@ -34,7 +34,7 @@ class HyperparamsState(NamedTuple):
     inner: State
 
 
-@takes(make=FUNCTION)
+@takes()
 def inject_hyperparams(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """Let an optimizer read its numbers from its state, as in optax.
 

@@ -30,9 +30,16 @@ from zfun.optim._base import (
 from zfun.optim._labels import by_label
 from zfun.optim._missed import sparing, sparing_apply
 from zfun.optim._rules import AdamState
-from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
+from zfun.optim._schedules import Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
-from zfun.options import ANY, BOOL, FLOATING, OF_LEAVES, integer, number, takes
+from zfun.options import (
+    FLOATING,
+    OF_LEAVES,
+    SECOND_DECAY,
+    integer,
+    number,
+    takes,
+)
 from zfun.placement import S
 from zfun.reductions import gather_values, map_leaves
 from zfun.tree import Tree
@@ -42,15 +49,7 @@ from zfun.tree import Tree
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-@takes(
-    learning_rate=RATE,
-    b1=DECAY,
-    b2=SECOND_DECAY,
-    eps=EPS,
-    weight_decay=number(0),
-    min_ratio=number(0),
-    max_ratio=number(0, infinite=True),
-)
+@takes(min_ratio=number(0), max_ratio=number(0, infinite=True))
 @remembered
 def lamb(
     learning_rate: float | Schedule,
@@ -107,8 +106,7 @@ def lamb(
         rows = aligned(params, gradients=grads, mu=state.mu, nu=state.nu)
         before = step_count(state.count)
         first = decay_at("b1", b1, before)
-        kernel = functools.partial(
-            ops.lamb_step,
+        rule = ops.LambRule(
             b1=first,
             b2=b2,
             learning_rate=rate_at(learning_rate, before)
@@ -127,7 +125,7 @@ def lamb(
             rows, _layers(params), targets, changes, mus, nus, strict=True
         ):
             to = None if change is None else flat_view(change)
-            kernel(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, **where)
+            rule(flat_view(target), flat_view(row[1]), flat_view(mu), flat_view(nu), to, **where)
         spec = tree.structure(params)
         after = AdamState(state.count + 1, tree.unflatten(spec, mus), tree.unflatten(spec, nus))
         return tree.unflatten(spec, into.results(targets, changes)), after
@@ -177,16 +175,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return leaf.ndim == 2 and not leaf.dtype.is_complex
 
 
-@takes(
-    learning_rate=RATE,
-    rest=ANY,
-    matrices=OF_LEAVES,
-    momentum=SECOND_DECAY,
-    nesterov=BOOL,
-    weight_decay=number(0),
-    num_iterations=integer(1),
-    dtype=FLOATING | None,
-)
+@takes(matrices=OF_LEAVES, momentum=SECOND_DECAY, num_iterations=integer(1), dtype=FLOATING | None)
 def muon(
     learning_rate: float | Schedule,
     rest: Any,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import NonFiniteError
-from zfun.options import BOOL, integer, number, takes
+from zfun.options import integer, number, takes
 
 
 class LossScaleState(NamedTuple):
@@ -54,14 +54,7 @@ SCALE = number(2.0**-126, below=2.0**128, example="2.0**16")
 _LARGEST = 2.0**127
 
 
-@takes(
-    initial=SCALE,
-    window=integer(1),
-    hysteresis=integer(1),
-    min_scale=SCALE,
-    consecutive_hysteresis=BOOL,
-    raise_at_min=BOOL,
-)
+@takes(initial=SCALE, window=integer(1), hysteresis=integer(1), min_scale=SCALE)
 def dynamic_loss_scale(
     initial: float = 2.0**16,
     *,

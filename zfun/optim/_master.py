@@ -24,7 +24,7 @@ from zfun.optim._base import (
     prepared,
     remembered,
 )
-from zfun.options import ANY, FLOATING, takes
+from zfun.options import FLOATING, takes
 from zfun.tree import Tree
 
 _REMEDY = "pass optimizer.init(params) or the state of the last step"
@@ -43,7 +43,7 @@ class MasterState(NamedTuple):
     inner: State
 
 
-@takes(optimizer=ANY, dtype=FLOATING)
+@takes(dtype=FLOATING)
 @remembered
 def with_master(
     optimizer: Optimizer | tuple[InitFn, UpdateFn], dtype: torch.dtype = torch.float32

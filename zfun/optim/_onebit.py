@@ -39,9 +39,9 @@ from zfun.optim._base import (
     step_count,
 )
 from zfun.optim._rules import AdamState
-from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
+from zfun.optim._schedules import Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like
-from zfun.options import BOOL, integer, number, takes
+from zfun.options import integer, takes
 from zfun.placement import P, R, S
 from zfun.reductions import all_ranks, whole_buffers
 from zfun.tree import Tree
@@ -70,15 +70,7 @@ class OneBitState(NamedTuple):
     answers: tuple[Tensor, ...] | None
 
 
-@takes(
-    learning_rate=RATE,
-    freeze_step=integer(1),
-    b1=DECAY,
-    b2=SECOND_DECAY,
-    eps=EPS,
-    weight_decay=number(0),
-    bias_correction=BOOL,
-)
+@takes(freeze_step=integer(1))
 @remembered
 def onebit_adam(
     learning_rate: float | Schedule,
@@ -147,8 +139,7 @@ def onebit_adam(
             before >= freeze_step,
         )
         num_second = freeze_step if frozen else before + 1
-        return functools.partial(
-            ops.adam_step,
+        return ops.AdamRule(
             # In compressed steps the moments are known before the kernel runs.
             b1=1.0 if frozen else first,
             b2=1.0 if frozen else b2,

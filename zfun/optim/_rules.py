@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ from torch import Tensor
 from zfun import ops
 from zfun.errors import OptionError
 from zfun.optim._base import Optimizer, remembered
-from zfun.optim._schedules import DECAY, EPS, RATE, SECOND_DECAY, Schedule, decay_at, rate_at
+from zfun.optim._schedules import Schedule, decay_at, rate_at
 from zfun.optim._stepping import Kernel, elementwise
-from zfun.options import BOOL, number, takes
+from zfun.options import DECAY, number, takes
 from zfun.tree import Tree
 
 
@@ -67,7 +66,7 @@ class AdagradState(NamedTuple):
     total: Tree
 
 
-@takes(learning_rate=RATE, momentum=DECAY, nesterov=BOOL, weight_decay=number(0))
+@takes(momentum=DECAY)
 @remembered
 def sgd(
     learning_rate: float | Schedule,
@@ -113,32 +112,13 @@ def sgd(
 
     def kernel_at(before: int) -> Kernel:
         rate, decay = rate_at(learning_rate, before), decay_at("momentum", momentum, before)
-
-        def kernel(param: Tensor, grad: Tensor, *rest: Tensor | None) -> None:
-            velocity, change = rest if momentum else (None, *rest)
-            ops.sgd_step(
-                param,
-                grad,
-                velocity,
-                change,
-                learning_rate=rate,
-                momentum=decay,
-                nesterov=nesterov,
-                l2=weight_decay,
-            )
-
-        return kernel
+        rule = ops.SgdRule(rate, decay, nesterov, weight_decay)
+        return rule if momentum else lambda param, grad, change: rule(param, grad, None, change)
 
     return elementwise(SgdState, ("velocity",) if momentum else (), kernel_at)
 
 
-@takes(
-    learning_rate=RATE,
-    b1=DECAY,
-    b2=SECOND_DECAY,
-    eps=EPS,
-    weight_decay=number(0),
-)
+@takes()
 @remembered
 def adam(
     learning_rate: float | Schedule,
@@ -179,13 +159,7 @@ def adam(
     return _adam(learning_rate, b1, b2, eps, l2=weight_decay, decay=0.0)
 
 
-@takes(
-    learning_rate=RATE,
-    b1=DECAY,
-    b2=SECOND_DECAY,
-    eps=EPS,
-    weight_decay=number(0),
-)
+@takes()
 @remembered
 def adamw(
     learning_rate: float | Schedule,
@@ -237,8 +211,7 @@ def _adam(
 
     def kernel_at(before: int, taken: int) -> Kernel:
         rate, first = rate_at(learning_rate, before), decay_at("b1", b1, before)
-        return functools.partial(
-            ops.adam_step,
+        return ops.AdamRule(
             b1=first,
             b2=b2,
             step_size=rate / (1.0 - first ** (taken + 1)),
@@ -251,7 +224,7 @@ def _adam(
     return elementwise(AdamState, ("mu", "nu"), kernel_at)
 
 
-@takes(learning_rate=RATE, b1=DECAY, b2=SECOND_DECAY, weight_decay=number(0))
+@takes()
 @remembered
 def lion(
     learning_rate: float | Schedule,
@@ -291,18 +264,12 @@ def lion(
 
     def kernel_at(before: int) -> Kernel:
         rate = rate_at(learning_rate, before)
-        return functools.partial(
-            ops.lion_step,
-            b1=decay_at("b1", b1, before),
-            b2=b2,
-            learning_rate=rate,
-            decay=rate * weight_decay,
-        )
+        return ops.LionRule(decay_at("b1", b1, before), b2, rate, rate * weight_decay)
 
     return elementwise(LionState, ("mu",), kernel_at)
 
 
-@takes(learning_rate=RATE, rate_decay=number(0), eps=EPS, weight_decay=number(0))
+@takes(rate_decay=number(0))
 @remembered
 def adagrad(
     learning_rate: float | Schedule,
@@ -340,6 +307,6 @@ def adagrad(
 
     def kernel_at(before: int, taken: int) -> Kernel:
         rate = rate_at(learning_rate, before) / (1.0 + rate_decay * taken)
-        return functools.partial(ops.adagrad_step, learning_rate=rate, eps=eps, l2=weight_decay)
+        return ops.AdagradRule(rate, eps, weight_decay)
 
     return elementwise(AdagradState, ("total",), kernel_at)

@@ -11,18 +11,23 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from zfun.errors import OptionError
-from zfun.options import BOOL, Kind, each, function, integer, number, one_of, shown, takes
+from zfun.options import (
+    SCHEDULE,
+    SECOND_DECAY,
+    Kind,
+    each,
+    integer,
+    number,
+    one_of,
+    shown,
+    takes,
+)
 
 Schedule: TypeAlias = Callable[[int], float]
 
 
-SCHEDULE = function("a function of the step", "zf.optim.constant(3e-4)")
 FINITE = number()
 _RATE = number(0, example="3e-4")
-RATE = _RATE | SCHEDULE
-DECAY = number(0, below=1, example="0.9") | SCHEDULE
-SECOND_DECAY = number(0, below=1, example="0.999")
-EPS = number(0, example="1e-8")
 SHAPE = one_of("linear", "log")
 
 _WARMUP_AND_FALL = {
@@ -45,7 +50,7 @@ _CYCLE = {
 }
 
 
-@takes(value=number())
+@takes()
 def constant(value: float) -> Schedule:
     """Return the same value at every step.
 
@@ -62,7 +67,7 @@ def constant(value: float) -> Schedule:
     return lambda step: value
 
 
-@takes(start=number(), end=number(), num_steps=integer(1))
+@takes()
 def linear(start: float, end: float, num_steps: int) -> Schedule:
     """Go from one value to another in a straight line, and stay there.
 
@@ -90,7 +95,7 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
     return schedule
 
 
-@takes(peak=number(), num_warmup=integer(0), start=number(), shape=SHAPE)
+@takes(shape=SHAPE)
 def warmup(peak: float, num_warmup: int, *, start: float = 0.0, shape: str = "linear") -> Schedule:
     """Rise to a peak, and stay there.
 
@@ -205,7 +210,7 @@ def warmup_cosine(
     return _warmup(peak, num_warmup, start, shape, fall)
 
 
-@takes(start=number(), num_steps=integer(1), rate=number(), staircase=BOOL)
+@takes()
 def lr_range_test(
     start: float, num_steps: int = 2000, rate: float = 1.0, *, staircase: bool = False
 ) -> Schedule:

@@ -22,7 +22,7 @@ from zfun.optim._base import (
     step_count,
 )
 from zfun.optim._missed import runs_of
-from zfun.options import FUNCTION, TEXT, each, function, takes
+from zfun.options import TEXT, each, function, takes
 from zfun.tree import Tree
 
 
@@ -75,7 +75,6 @@ def assemble(init: InitFn, step: StepFn) -> Optimizer:
 
 
 @takes(
-    make_state=FUNCTION,
     names=each(TEXT, "a sequence of names", "['mu']"),
     kernel_at=function("a function of the step", "lambda step: kernel"),
 )

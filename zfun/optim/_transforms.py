@@ -6,7 +6,6 @@ a chain is a negative scale, because updates are added to the parameters.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,20 +30,9 @@ from zfun.optim._base import (
 )
 from zfun.optim._labels import by_label
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState
-from zfun.optim._schedules import (
-    DECAY,
-    EPS,
-    FINITE,
-    RATE,
-    SCHEDULE,
-    SECOND_DECAY,
-    Schedule,
-    decay_at,
-    rate_at,
-    value_at,
-)
+from zfun.optim._schedules import FINITE, Schedule, decay_at, rate_at, value_at
 from zfun.optim._stepping import Kernel, elementwise, no_steps
-from zfun.options import ANY, BOOL, OF_LEAVES, number, takes
+from zfun.options import ANY, DECAY, OF_LEAVES, SCHEDULE, number, takes
 from zfun.reductions import global_norm
 from zfun.tree import Tree
 
@@ -163,7 +151,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     return optimizer(init, update)
 
 
-@takes(b1=DECAY, b2=SECOND_DECAY, eps=EPS)
+@takes()
 @remembered
 def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Replace gradients by Adam's direction ``(m / (1 - b1ᵗ)) / (√(v / (1 - b2ᵗ)) + eps)``.
@@ -192,8 +180,7 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
     def kernel_at(before: int, taken: int) -> Kernel:
         first = decay_at("b1", b1, before)
         # The kernel descends; a negative step size returns the direction.
-        return functools.partial(
-            ops.adam_step,
+        return ops.AdamRule(
             b1=first,
             b2=b2,
             step_size=-1.0 / (1.0 - first ** (taken + 1)),
@@ -204,7 +191,7 @@ def scale_by_adam(*, b1: float | Schedule = 0.9, b2: float = 0.999, eps: float =
     return elementwise(AdamState, ("mu", "nu"), kernel_at)
 
 
-@takes(b1=DECAY, b2=SECOND_DECAY)
+@takes()
 @remembered
 def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
     """Replace gradients by Lion's direction ``sign(b1 m + (1 - b1) g)``.
@@ -228,14 +215,12 @@ def scale_by_lion(*, b1: float | Schedule = 0.9, b2: float = 0.99) -> Optimizer:
     """
 
     def kernel_at(before: int) -> Kernel:
-        return functools.partial(
-            ops.lion_step, b1=decay_at("b1", b1, before), b2=b2, learning_rate=-1.0
-        )
+        return ops.LionRule(decay_at("b1", b1, before), b2, learning_rate=-1.0)
 
     return elementwise(LionState, ("mu",), kernel_at)
 
 
-@takes(eps=EPS)
+@takes()
 @remembered
 def scale_by_adagrad(*, eps: float = 1e-10) -> Optimizer:
     """Replace gradients by Adagrad's direction ``g / (√s + eps)``, where ``s`` sums all g² so far.
@@ -256,11 +241,11 @@ def scale_by_adagrad(*, eps: float = 1e-10) -> Optimizer:
         >>> adagrad.update(grads, state, grads)[0]
         {'w': tensor([ 0.7071, -0.7071])}
     """
-    kernel = functools.partial(ops.adagrad_step, learning_rate=-1.0, eps=eps)
-    return elementwise(AdagradState, ("total",), lambda before: kernel)
+    rule = ops.AdagradRule(learning_rate=-1.0, eps=eps)
+    return elementwise(AdagradState, ("total",), lambda before: rule)
 
 
-@takes(decay=DECAY, nesterov=BOOL)
+@takes(decay=DECAY)
 @remembered
 def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
     """Replace gradients by their momentum ``b = decay b + g``, or ``g + decay b`` after Nesterov.
@@ -284,13 +269,12 @@ def trace(decay: float | Schedule, *, nesterov: bool = False) -> Optimizer:
     """
 
     def kernel_at(before: int) -> Kernel:
-        now = decay_at("decay", decay, before)
-        return functools.partial(ops.sgd_step, learning_rate=-1.0, momentum=now, nesterov=nesterov)
+        return ops.SgdRule(-1.0, decay_at("decay", decay, before), nesterov)
 
     return elementwise(SgdState, ("velocity",), kernel_at)
 
 
-@takes(weight_decay=number(0), mask=OF_LEAVES | None)
+@takes(mask=OF_LEAVES | None)
 @remembered
 def add_decayed_weights(
     weight_decay: float, *, mask: Callable[[str, Any], bool] | None = None
@@ -363,7 +347,7 @@ def masked(
     return by_label(parts, lambda path, leaf: "masked" if mask(path, leaf) else "rest")
 
 
-@takes(learning_rate=RATE)
+@takes()
 @remembered
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
     """Multiply by minus the learning rate: the last part of a chain, for descent.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +13,11 @@ from zfun import tree
 from zfun.collectives import Group, is_symmetric
 from zfun.flat import Flat
 from zfun.layout import LabelFn, Layout, place, split_by_label
-from zfun.optim import Optimizer
-from zfun.placement import Placement, PlacementRule, R, S, Sharded
-from zfun.recipes._precision import Precision
+from zfun.placement import Placement, R, S
+from zfun.recipes._recipe import Recipe
 from zfun.sources.deferred import spec_of
 from zfun.sources.scratch import scratch
-from zfun.stores import Offload, Store, Stored
+from zfun.stores import Store, Stored
 from zfun.transforms import check_agreement, redistribute
 from zfun.transforms.optimizer.by_bucket import StateBuilder
 from zfun.transforms.values.building import Leaves, Target, fill, target
@@ -31,59 +30,37 @@ def of_specs(fn: _Fn) -> _Fn:
     return lambda path, leaf: fn(path, spec_of(leaf))
 
 
-def first_values(
-    params: tree.Tree,
-    group: Group,
-    stage: int,
-    rules: tuple[Optimizer, Optimizer],
-    *,
-    init: str,
-    policy: Precision,
-    trainable: _Fn | None,
-    bucket_bytes: int,
-    persistence: int,
-    order: Sequence[str] | None,
-    offload: Offload,
-    cut: Sharded | PlacementRule | None,
-) -> tuple[Flat, Flat | None, Any]:
+def first_values(recipe: Recipe, params: tree.Tree, init: str) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
     Args:
+        recipe: the options.
         params: a tree of tensors and deferred leaves, without buffers.
-        group: of the run.
-        stage: of the run.
-        rules: the optimizer before and after it is offloaded.
         init: ``"check"`` or ``"broadcast"``.
-        policy: the dtypes of parameters and of master weights.
-        trainable: chooses the trained leaves; by default all.
-        bucket_bytes: where a bucket closes.
-        persistence: the largest leaves of separate buckets.
-        order: of the leaves in the buckets.
-        offload: the stores.
-        cut: how ranks cut the buckets; by default in equal pieces.
     """
-    placed, rule = rules
-    # The master weights start from the digits that rounding removes, so ranks must agree on them.
+    stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
+    # Master weights keep the bits that rounding drops, so compare the unrounded values.
     compared_as = policy.param if policy.master is None else None
 
     def layout_for(part: tree.Tree, labels: LabelFn | None) -> Layout:
         layout = check_agreement(
             part,
             group,
-            bucket_bytes=bucket_bytes,
-            persistence=persistence,
-            order=order,
+            bucket_bytes=recipe.bucket_bytes,
+            persistence=recipe.schedule.persistence if stage == 3 else 0,
+            order=recipe.order,
             values=init == "check",
             dtype=policy.param,
             compared_as=compared_as,
-            placement=cut,
+            placement=recipe.placement,
         )
         layout = layout if labels is None else split_by_label(layout, labels)
-        return layout if cut is None else place(layout, cut, group.size)
+        return layout if recipe.placement is None else place(layout, recipe.placement, group.size)
 
-    chosen, rest = (
-        (params, None) if trainable is None else tree.partition(params, of_specs(trainable))
-    )
+    chosen, rest = params, None
+    if recipe.trainable is not None:
+        chosen, rest = tree.partition(params, of_specs(recipe.trainable))
+    rule = recipe.rule
     layouts = [layout_for(chosen, rule.labels)]
     if rest is not None and tree.leaves(rest):
         layouts.append(layout_for(rest, None))
@@ -91,7 +68,7 @@ def first_values(
     placement = S if stage == 3 or is_shared else R
     dtypes = [_wider(slot.dtype, policy.master) for slot in layouts[0].buckets]
     states = StateBuilder(
-        placed,
+        recipe.placed_rule,
         rule.init,
         layouts[0],
         dtypes,

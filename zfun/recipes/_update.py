@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from zfun import ops, stores, tree
 from zfun.collectives import Group, agreement_group, gather_values, global_ranks, sum_group
 from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
-from zfun.optim import LossScale, Optimizer
 from zfun.placement import P, Placement, R
 from zfun.recipes._checks import check_used, first_bad_leaf
+from zfun.recipes._recipe import Recipe
 from zfun.recipes._start import of_specs
 from zfun.recipes._state import StepInfo, ZeroState
 from zfun.reductions import BufferRule, merge_buffers, norm_and_counts
@@ -25,114 +24,89 @@ from zfun.transforms.optimizer._placing import deliver
 from zfun.transforms.optimizer._stream import StreamedUpdate
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroUpdate:
-    """The second half of a step, from gradients to a new state.
+def takes_terms(recipe: Recipe, state: ZeroState) -> bool:
+    """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
+    return sum_group(recipe.group).size > 1 and recipe.rule.takes_terms(state.opt_state)
 
-    Attributes:
-        group: the ranks that share the state.
-        rule: the optimizer, sharded and offloaded.
-        scaler: adapts the loss scale; ``None`` without a loss scale.
-        buffers: the rule by which buffers are merged; ``None`` where there are none.
-        max_skipped: how many steps in a row may be skipped before an error.
-        donate: whether the buffers of the old state may be overwritten.
-        leaves_out: whether leaves that no rank used take no step.
+
+def updated(
+    recipe: Recipe,
+    state: ZeroState,
+    grads: Flat,
+    loss: Any,
+    left: Flat | None,
+    aux: Any,
+    begun: StreamedUpdate | None = None,
+    *,
+    spends: bool = False,
+) -> tuple[ZeroState, StepInfo]:
+    """Take the second half of a step, from gradients to a new state.
+
+    Args:
+        recipe: the options.
+        state: the old state.
+        grads: the gradients, times the loss scale.
+        loss: over all ranks.
+        left: the buffers that the calls of the loss have left on this rank, if any.
+        aux: the second result of the loss.
+        begun: the update that began with this step and has stepped some buckets already.
+        spends: whether the step may write to the memory of the gradients.
     """
-
-    group: Group
-    rule: Optimizer
-    scaler: LossScale | None
-    buffers: BufferRule | None
-    max_skipped: int
-    donate: bool
-    leaves_out: bool
-
-    def takes_terms(self, state: ZeroState) -> bool:
-        """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
-        return sum_group(self.group).size > 1 and self.rule.takes_terms(state.opt_state)
-
-    def __call__(
-        self,
-        state: ZeroState,
-        grads: Flat,
-        loss: Any,
-        left: Flat | None,
-        aux: Any,
-        begun: StreamedUpdate | None = None,
-        *,
-        spends: bool = False,
-    ) -> tuple[ZeroState, StepInfo]:
-        """Return the new state.
-
-        Args:
-            state: the old state.
-            grads: the gradients, times the loss scale.
-            loss: over all ranks.
-            left: the buffers that the calls of the loss have left on this rank, if any.
-            aux: the second result of the loss.
-            begun: the update that began with this step and has stepped some buckets already.
-            spends: whether the step may write to the memory of the gradients.
-        """
-        group, rule, scale = self.group, self.rule, scale_of(state)
-        grads = _delivered(grads, P if self.takes_terms(state) else rule.placement or R, group)
-        # Unscale after the sum, because an unscaled gradient may be too small for float16.
-        grads = grads if scale == 1.0 else _unscaled(grads, scale)
-        norm, counts = norm_and_counts(grads, len(grads.missed))
-        size = float(norm)
-        if size == 0.0:
-            check_used(state, counts, group)
-        unused = _unused_everywhere(grads, counts) if self.leaves_out else []
-        grads = grads.with_missed(state.missed.now(unused) if self.leaves_out else {})
-        skipped = not math.isfinite(size)
-        bad_leaf = self._bad_leaf(state, grads) if skipped else None
-        rate, num_applied = rule.learning_rate(state.opt_state), state.num_applied + (not skipped)
-        params, opt_state, kept = state.params, state.opt_state, state.buffers
-        if not skipped:
-            if begun is not None:
-                params, opt_state = finish(begun, grads, opt_state, params, donate=self.donate)
-            else:
-                take = apply_spending if spends else apply
-                params, opt_state = take(rule, grads, opt_state, params, donate=self.donate)
-            kept = kept if left is None or self.buffers is None else self._merged(left)
-        if self.donate:
-            params, opt_state = _handed_over(
-                state, params, opt_state, f"step {state.step} at {call_site()}"
-            )
-        after = (
-            None
-            if self.scaler is None or state.loss_scale is None
-            else self.scaler.update(state.loss_scale, not skipped)
+    group, rule, scale, donate = recipe.group, recipe.rule, scale_of(state), recipe.donate
+    grads = _delivered(grads, P if takes_terms(recipe, state) else rule.placement or R, group)
+    # Unscale after the sum, because an unscaled gradient may be too small for float16.
+    grads = grads if scale == 1.0 else _unscaled(grads, scale)
+    norm, counts = norm_and_counts(grads, len(grads.missed))
+    size = float(norm)
+    if size == 0.0:
+        check_used(state, counts, group)
+    unused = _unused_everywhere(grads, counts) if recipe.leaves_out else []
+    grads = grads.with_missed(state.missed.now(unused) if recipe.leaves_out else {})
+    skipped = not math.isfinite(size)
+    bad_leaf = _bad_leaf(recipe, state, grads) if skipped else None
+    rate, num_applied = rule.learning_rate(state.opt_state), state.num_applied + (not skipped)
+    params, opt_state, kept = state.params, state.opt_state, state.buffers
+    if not skipped:
+        if begun is not None:
+            params, opt_state = finish(begun, grads, opt_state, params, donate=donate)
+        else:
+            take = apply_spending if spends else apply
+            params, opt_state = take(rule, grads, opt_state, params, donate=donate)
+        if left is not None and recipe.buffers is not None:
+            kept = merge_buffers(left, sum_group(left.group), recipe.buffers)
+    if donate:
+        params, opt_state = _handed_over(
+            state, params, opt_state, f"step {state.step} at {call_site()}"
         )
-        new = ZeroState(
-            params,
-            state.frozen,
-            opt_state,
-            state.step + 1,
-            state.num_skipped + 1 if skipped else 0,
-            after,
-            kept,
-            num_applied,
-            state.missed if skipped or not unused else state.missed.after(unused),
+    new = ZeroState(
+        params,
+        state.frozen,
+        opt_state,
+        step=state.step + 1,
+        num_skipped=state.num_skipped + 1 if skipped else 0,
+        loss_scale=None
+        if recipe.scaler is None or state.loss_scale is None
+        else recipe.scaler.update(state.loss_scale, not skipped),
+        buffers=kept,
+        num_applied=num_applied,
+        missed=state.missed if skipped or not unused else state.missed.after(unused),
+    )
+    return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale, rate, num_applied)
+
+
+def _bad_leaf(recipe: Recipe, state: ZeroState, grads: Flat) -> str | None:
+    """Name the leaf of a step that is skipped, and refuse to skip too many in a row."""
+    bad_leaf, num_skipped = first_bad_leaf(grads), state.num_skipped + 1
+    if num_skipped >= recipe.max_skipped:
+        raise NonFiniteError(
+            f"gradients must be finite; {num_skipped} steps in a row had some that were not, "
+            f"now first in leaf {bad_leaf!r}; lower the learning rate, clip, or look at that "
+            "leaf; the state is as it was",
+            rank=global_ranks(recipe.group)[recipe.group.rank],
+            step=state.step,
+            leaf=bad_leaf,
         )
-        return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale, rate, num_applied)
-
-    def _bad_leaf(self, state: ZeroState, grads: Flat) -> str | None:
-        bad_leaf, num_skipped = first_bad_leaf(grads), state.num_skipped + 1
-        if num_skipped >= self.max_skipped:
-            raise NonFiniteError(
-                f"gradients must be finite; {num_skipped} steps in a row had some that were not, "
-                f"now first in leaf {bad_leaf!r}; lower the learning rate, clip, or look at that "
-                "leaf; the state is as it was",
-                rank=global_ranks(self.group)[self.group.rank],
-                step=state.step,
-                leaf=bad_leaf,
-            )
-        return bad_leaf
-
-    def _merged(self, left: Flat) -> Flat:
-        """Merge the buffers that the loss of each rank left."""
-        assert self.buffers is not None
-        return merge_buffers(left, sum_group(left.group), self.buffers)
+    return bad_leaf
 
 
 def scale_of(state: ZeroState) -> float:

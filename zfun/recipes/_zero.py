@@ -8,20 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
-from zfun.checkpoint import check_saves
-from zfun.collectives import Group, agreement_group
+from zfun.collectives import Group
 from zfun.compression import Compression
-from zfun.errors import OptionError
-from zfun.flat import Flat
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT
-from zfun.optim import LossScale, as_optimizer, with_master
+from zfun.optim import as_optimizer
 from zfun.options import (
-    ANY,
-    BOOL,
-    FUNCTION,
-    GROUP,
-    NAMES,
     OF_LEAVES,
     instance,
     integer,
@@ -29,42 +20,14 @@ from zfun.options import (
     takes,
 )
 from zfun.placement import PlacementRule, Sharded
-from zfun.recipes._checks import (
-    check_is_flat,
-    check_is_state,
-    check_options,
-    check_order,
-    check_same_options,
-    in_words,
-    naming_the_rank,
-    naming_the_step,
-    outside_transforms,
-)
-from zfun.recipes._compose import gradient, optimizer_of, whole_loss
-from zfun.recipes._known import KnownStates
-from zfun.recipes._precision import Precision, policy_of, whole_tree
-from zfun.recipes._start import first_values
-from zfun.recipes._state import StepInfo, Zero, ZeroState
-from zfun.recipes._update import ZeroUpdate, scale_of, split
+from zfun.recipes._loop import Loop
+from zfun.recipes._precision import Precision, policy_of
+from zfun.recipes._recipe import Recipe
+from zfun.recipes._state import Zero
 from zfun.reductions import BufferRule
 from zfun.stores import Offload
-from zfun.transforms import (
-    GradientFunction,
-    MicroBatches,
-    Pullback,
-    ScheduleOptions,
-    Tape,
-    WeightedMean,
-    accumulate,
-    cast,
-    scale_loss,
-    split_batch,
-    unshard,
-    vjp,
-)
-from zfun.transforms.buffers import buffered, place_buffers, running, unwritten
-from zfun.transforms.optimizer.in_backward import UpdateHook, begin
-from zfun.typing import Aux, Gradient, Params
+from zfun.transforms import ScheduleOptions, WeightedMean
+from zfun.typing import Aux, Params
 
 # Python's sum() of tensors has the type Tensor | int.
 _Scalar: TypeAlias = Tensor | WeightedMean | float
@@ -72,14 +35,9 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
 
 @takes(
     stage=one_of(0, 1, 2, 3, example="3"),
-    loss_fn=FUNCTION,
-    optimizer=ANY,
-    group=GROUP,
     precision=instance(Precision, "a zf.Precision", "zf.Precision(...)")
     | one_of(torch.bfloat16, torch.float16)
     | None,
-    num_micro_batches=integer(1),
-    trainable=OF_LEAVES | None,
     buffers=OF_LEAVES | None,
     offload=instance(
         Offload, "a zf.stores.Offload", "zf.stores.Offload(optimizer=zf.stores.host())"
@@ -93,9 +51,6 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
     | None,
     schedule=instance(ScheduleOptions, "a zf.ScheduleOptions", "zf.ScheduleOptions(prefetch=2)")
     | None,
-    bucket_bytes=integer(1),
-    order=NAMES | None,
-    donate=BOOL,
     max_skipped=integer(1),
     unused=one_of("skip", "zeros"),
     placement=PLACEMENT | None,
@@ -201,186 +156,23 @@ def zero(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    stores_of, codecs = offload or Offload(), compression or Compression()
-    options = schedule or ScheduleOptions()
-    check_options(stage, stores_of, codecs, options)
-    numbers = {
-        "stage": stage,
-        "num_micro_batches": num_micro_batches,
-        "bucket_bytes": bucket_bytes,
-        "max_skipped": max_skipped,
-        "unused": unused,
-    }
-    if placement is not None and stage == 0:
-        raise OptionError(
-            "placement says how ranks cut the state, and stage 0 cuts none; got "
-            f"placement={placement!r} at stage 0; use a stage from 1 on, or leave it out"
-        )
-    policy = policy_of(precision)
-    scaler = policy.loss_scale if isinstance(policy.loss_scale, LossScale) else None
-    given = as_optimizer(optimizer)
-    inner = given if policy.master is None else with_master(given, policy.master)
-    placed, rule = optimizer_of(stage, inner, group, bucket_bytes, stores_of)
-    known = KnownStates(stage, group, inner, trainable, policy, buffers, stores_of)
-    composed: list[tuple[Callable[..., Any], Flat | None, int, Gradient]] = []
-    hook = UpdateHook()
-    leaves_out = unused == "skip"
-    updated = ZeroUpdate(group, rule, scaler, buffers, max_skipped, donate, leaves_out)
-
-    def gradient_of(fn: Callable[..., Any], frozen: Flat | None, summed: int) -> Gradient:
-        if (known_vg := _composed_before(composed, fn, frozen, summed)) is not None:
-            return known_vg
-        inner = fn if buffers is None else buffered(fn)
-        inner = inner if frozen is None or stage == 3 else unwritten(inner)
-        inner = inner if policy.compute is None else cast(inner, policy.compute)
-        loss = whole_loss(stage, inner, group, frozen, stores_of.params, options, codecs.params)
-        vg = gradient(
-            summed,
-            loss,
-            group,
-            policy,
-            bucket_bytes,
-            hook,
-            stores_of.grads,
-            codecs.grads,
-            hook.left.add if leaves_out else lambda bucket: None,
-            once=num_micro_batches == 1,
-        )
-        composed[:] = [*composed[-7:], (fn, frozen, summed, vg)]
-        return vg
-
-    def start(params: tree.Tree, *, init: str = "check") -> ZeroState:
-        if init not in ("check", "broadcast"):
-            raise OptionError(
-                f"init must be 'check' or 'broadcast'; got {init!r}; 'broadcast' takes rank 0's "
-                "values"
-            )
-        check_order(order, params)
-        params = whole_tree(params)
-        check_same_options(
-            {**numbers, **in_words(policy, codecs, options), **given.description()},
-            {"trainable": trainable, "buffers": buffers},
-            params,
-            agreement_group(group),
-        )
-        written, params = split(params, buffers)
-        trained, frozen, state = first_values(
-            params,
-            group,
-            stage,
-            (placed, rule),
-            init=init,
-            policy=policy,
-            trainable=trainable,
-            bucket_bytes=bucket_bytes,
-            persistence=options.persistence if stage == 3 else 0,
-            order=order,
-            offload=stores_of,
-            cut=placement,
-        )
-        known.made(trained, frozen)
-        return ZeroState(
-            trained,
-            frozen,
-            state,
-            0,
-            0,
-            None if scaler is None else scaler.init(),
-            place_buffers(written, group, buffers, init),
-        )
-
-    def step(state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
-        check_is_state(state)
-        known.check(state)
-        check_saves(group)
-        scale, terms = scale_of(state), updated.takes_terms(state)
-        hook.left.clear()
-        vg = gradient_of(loss_fn, state.frozen, 1 if terms else stage)
-        vg = vg if scale == 1.0 else scale_loss(vg, scale)
-        vg = vg if num_micro_batches == 1 else accumulate(vg, num_micro_batches)
-        hook.update = begin(
-            rule,
-            state.opt_state,
-            state.params,
-            donate=donate,
-            in_backward=stage >= 2 and not terms and num_micro_batches == 1 and scale == 1.0,
-            stores_grads=stores_of.grads is not None,
-            missed=state.missed.counts if leaves_out else {},
-        )
-        begun = hook.update
-        try:
-            with running(state.buffers) as left:
-                value, grads = vg(state.params, _only(batch, num_micro_batches))
-        finally:
-            hook.update = None
-        loss, aux = value if type(value) is tuple else (value, None)
-        loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        return updated(state, grads, loss, left(), aux, begun, spends=True)
-
-    def forward(
-        state: ZeroState, fn: Callable[..., Any], batch: Any, left: Flat | None
-    ) -> tuple[Any, Pullback, Flat | None]:
-        check_is_state(state)
-        check_is_flat("buffers", left, "the buffers that vjp() returned", optional=True)
-        known.check(state)
-        vg = gradient_of(fn, state.frozen, 1 if updated.takes_terms(state) else stage)
-        with running(state.buffers if left is None else left) as after:
-            out, pullback = vjp(vg, state.params, batch)
-        return out, pullback, after()
-
-    def record(state: ZeroState, fn: Callable[..., Any], batch: Any) -> tuple[Any, Tape]:
-        check_is_state(state)
-        known.check(state)
-        vg = gradient_of(fn, state.frozen, 1 if updated.takes_terms(state) else stage)
-        assert isinstance(vg, GradientFunction)
-        return vg.record(state.params, batch)
-
-    def update(
-        state: ZeroState, grads: Flat, loss: Tensor, left: Flat | None
-    ) -> tuple[ZeroState, StepInfo]:
-        check_is_state(state)
-        check_is_flat("grads", grads, "the gradients that a pullback returned")
-        check_is_flat("buffers", left, "the buffers that vjp() returned", optional=True)
-        known.check(state)
-        check_saves(group)
-        return updated(state, grads, loss, left, None)
-
-    def whole(state: ZeroState, select: Callable[[str, Tensor], bool] | None = None) -> tree.Tree:
-        check_is_state(state)
-        parts = (state.params, state.frozen, state.buffers)
-        return tree.combine(*(unshard(part, select) for part in parts if part is not None))
-
-    def named(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return ops.uncompiled(naming_the_step(naming_the_rank(outside_transforms(fn), group)))
-
-    first_half, second_half, recorded = named(forward), named(update), named(record)
-    return Zero(
-        ops.uncompiled(naming_the_rank(outside_transforms(start), group)),
-        named(step),
-        ops.uncompiled(whole),
-        lambda fn, state, batch, buffers=None: first_half(state, fn, batch, buffers),
-        lambda state, grads, loss, buffers=None: second_half(state, grads, loss, buffers),
-        lambda fn, state, batch: recorded(state, fn, batch),
+    recipe = Recipe(
+        stage,
+        loss_fn,
+        as_optimizer(optimizer),
+        group,
+        policy_of(precision),
+        num_micro_batches,
+        trainable,
+        buffers,
+        offload or Offload(),
+        compression or Compression(),
+        schedule or ScheduleOptions(),
+        bucket_bytes,
+        order,
+        donate,
+        max_skipped,
+        unused,
+        placement,
     )
-
-
-def _only(batch: Any, num_micro_batches: int) -> Any:
-    """Return the batch for the gradient function; a list of one micro-batch has one batch."""
-    is_listed = num_micro_batches == 1 and isinstance(batch, MicroBatches)
-    return split_batch(batch, 1)[0] if is_listed else batch
-
-
-def _composed_before(
-    composed: list[tuple[Callable[..., Any], Flat | None, int, Gradient]],
-    fn: Callable[..., Any],
-    frozen: Flat | None,
-    summed: int,
-) -> Gradient | None:
-    """Return the gradient of a function, because it remembers the order of use between steps."""
-    for place, (known_fn, known_frozen, known_summed, vg) in enumerate(composed):
-        if known_fn is fn:
-            if known_frozen is frozen and known_summed == summed:
-                return vg
-            del composed[place]
-            break
-    return None
+    return Loop(recipe).functions()

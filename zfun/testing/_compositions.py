@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zfun.errors import OptionError
-from zfun.options import ANY, BOOL, TEXT, each, instance, integer, takes
+from zfun.options import ANY, TEXT, each, instance, takes
 
 _NAMED = each(TEXT, "a tuple of names of transforms", "('offload',)")
 
 
-@takes(loss=_NAMED, grads=_NAMED, optimizer=_NAMED, flat=BOOL, donate=BOOL, remat=BOOL)
+@takes(loss=_NAMED, grads=_NAMED, optimizer=_NAMED)
 @dataclass(frozen=True, slots=True)
 class Composition:
     """The transforms around a loss, a gradient function and an optimizer, each from the inside out.
@@ -75,7 +75,7 @@ BATCHES = each(
 )
 
 
-@takes(num_micro_batches=integer(1))
+@takes()
 def all_compositions(*, num_micro_batches: int = 1) -> list[Composition]:
     """Return all ordered subsets of the transforms, without ``remat`` and ``replicate_grads``.
 

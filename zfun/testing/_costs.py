@@ -11,13 +11,13 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, record, simulate
 from zfun.flat import flats
-from zfun.options import ANY, FUNCTION, TENSOR, each, integer, number, takes
+from zfun.options import TENSOR, each, integer, number, takes
 from zfun.planner import Plan, plan
 from zfun.recipes import Zero
 from zfun.testing._compositions import BATCHES
 
 
-@takes(make=FUNCTION, params=ANY, batches=BATCHES, at_most=number(0))
+@takes(batches=BATCHES, at_most=number(0))
 def assert_traffic(
     make: Callable[[Group], Zero],
     params: tree.Tree,
@@ -81,7 +81,7 @@ def assert_traffic(
     return sent[rank]
 
 
-@takes(make=FUNCTION, params=ANY, batch=ANY, size=integer(1), at_most=integer(0))
+@takes(size=integer(1), at_most=integer(0))
 def assert_memory(
     make: Callable[[Group], Zero],
     params: tree.Tree,
@@ -124,7 +124,6 @@ def assert_memory(
 
 
 @takes(
-    fn=FUNCTION,
     inputs=each(TENSOR, "a sequence of tensors", "[torch.ones(2)]"),
     tolerance=number(0),
     seed=integer(0),

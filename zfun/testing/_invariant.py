@@ -15,7 +15,7 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
 from zfun.optim import as_optimizer
-from zfun.options import ANY, FLOATING, FUNCTION, NAMES, OF_LEAVES, each, integer, number, takes
+from zfun.options import FLOATING, FUNCTION, NAMES, each, integer, number, takes
 from zfun.recipes import Zero
 from zfun.testing._case import STANDARD, Case, Seams, feasible
 from zfun.testing._compositions import COMPOSITION, Composition
@@ -36,18 +36,9 @@ from zfun.typing import Gradient, Loss
 
 @takes(
     loss_fn=FUNCTION,
-    params=ANY,
-    batch=ANY,
-    optimizer=ANY,
-    make=FUNCTION | None,
-    transform=FUNCTION | None,
-    wrap_group=FUNCTION | None,
     compositions=each(COMPOSITION, "a sequence of compositions", "[Composition()]", least=1) | None,
     sizes=each(integer(1), "a sequence of numbers of ranks", "(1, 2, 4)", least=1) | None,
     num_micro_batches=each(integer(1), "a sequence of numbers", "(1, 2)", least=1) | None,
-    num_steps=integer(1),
-    split=FUNCTION | None,
-    trainable=OF_LEAVES | None,
     unmoved=NAMES,
     dtype=FLOATING | None,
     tolerance=number(0) | None,

@@ -12,7 +12,7 @@ from zfun import stores, tree
 from zfun.collectives import Group, gather_values, simulate, sum_group
 from zfun.flat import FLAT, Flat, flats, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of, unique_leaves
-from zfun.options import ANY, FUNCTION, GROUP, TEXT, each, instance, integer, takes
+from zfun.options import FUNCTION, each, instance, integer, takes
 from zfun.placement import Placement, R, S
 from zfun.testing._compositions import BATCHES, COMPOSITION, Composition, all_compositions
 from zfun.testing._train import Run, train
@@ -32,7 +32,7 @@ def same_bits(first: tree.Tree, second: tree.Tree) -> bool:
     return not _differences(first, second)
 
 
-@takes(first=ANY, second=ANY, what=TEXT)
+@takes()
 def assert_same_bits(first: tree.Tree, second: tree.Tree, what: str = "the trees") -> None:
     """Raise unless two trees of tensors and numbers are equal to the last bit.
 
@@ -89,7 +89,7 @@ def _bits(x: Tensor) -> Tensor:
     )
 
 
-@takes(params=ANY, group=GROUP, bucket_bytes=integer(1))
+@takes()
 def assert_round_trip(
     params: tree.Tree, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> None:
@@ -205,11 +205,8 @@ def assert_redistribution(value: Flat, path: Sequence[Placement]) -> None:
 
 @takes(
     loss_fn=FUNCTION,
-    optimizer=ANY,
-    params=ANY,
     batches=BATCHES,
     compositions=each(COMPOSITION, "a sequence of compositions", "[Composition()]", least=1) | None,
-    num_micro_batches=integer(1),
     bucket_bytes=each(integer(1), "a sequence of sizes in bytes", "(1024,)", least=1),
 )
 def assert_same_runs(

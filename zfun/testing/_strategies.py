@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.layout import Layout, layout_of
-from zfun.options import BOOL, FUNCTION, each, instance, integer, takes
+from zfun.options import FUNCTION, each, instance, integer, takes
 from zfun.placement import UNIT, Aligned, Owned, Piece, S, Sharded
 from zfun.testing._compositions import Composition, all_compositions
 from zfun.transforms import ScheduleOptions
@@ -73,7 +73,6 @@ _NODES: tuple[Callable[[list[Any]], Any], ...] = (_dict, list, tuple)
     leaves=instance(st.SearchStrategy, "a strategy", "tensors()") | None,
     nodes=each(FUNCTION, "a sequence of functions", "(list, tuple)"),
     max_leaves=integer(1),
-    ties=BOOL,
 )
 @st.composite
 def trees(
@@ -134,7 +133,7 @@ def bucket_sizes() -> st.SearchStrategy[int]:
     return st.one_of(st.sampled_from([1, 256, 2**24]), st.integers(1, 2**14))
 
 
-@takes(num_micro_batches=integer(1))
+@takes()
 def compositions(*, num_micro_batches: int = 1) -> st.SearchStrategy[Composition]:
     """Draw compositions, some with ``remat``, some with ``replicate_grads`` for ``shard_grads``.
 

@@ -13,7 +13,7 @@ from zfun.collectives import Group
 from zfun.flat import Flat, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn
 from zfun.optim import Optimizer, as_optimizer
-from zfun.options import ANY, FUNCTION, GROUP, integer, takes
+from zfun.options import FUNCTION, takes
 from zfun.placement import R
 from zfun.stores import HostStore
 from zfun.testing._compositions import BATCHES, COMPOSITION, Composition
@@ -107,16 +107,7 @@ def compose(
     return Program(init, gradient, update, kept)
 
 
-@takes(
-    composition=COMPOSITION,
-    group=GROUP,
-    loss_fn=FUNCTION,
-    optimizer=ANY,
-    params=ANY,
-    batches=BATCHES,
-    num_micro_batches=integer(1),
-    bucket_bytes=integer(1),
-)
+@takes(composition=COMPOSITION, loss_fn=FUNCTION, batches=BATCHES)
 def train(
     composition: Composition,
     group: Group,

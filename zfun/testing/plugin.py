@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zfun.errors import OptionError
-from zfun.options import TEXT, takes
+from zfun.options import takes
 
 if TYPE_CHECKING:
     import pytest
@@ -24,7 +24,7 @@ __all__ = ["parse_sizes", "pytest_addoption", "pytest_generate_tests"]
 _DEFAULT = "1,2,3"
 
 
-@takes(text=TEXT)
+@takes()
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Read numbers of ranks.
 

@@ -281,29 +281,10 @@ def test_alignment_of_memory_changes_no_bits(
 
     def run(begin: int, end: int) -> list[torch.Tensor]:
         pieces = [x.clone()[begin:end] for x in (p, g, m, v)]
-        ops.adam_step(
-            pieces[0],
-            pieces[1],
-            pieces[2],
-            pieces[3],
-            None,
-            b1=0.9,
-            b2=0.999,
-            step_size=0.1,
-            eps=1e-8,
-            l2=0.1,
-            decay=0.01,
-        )
-        ops.sgd_step(
-            pieces[0],
-            pieces[1],
-            pieces[2],
-            None,
-            learning_rate=0.1,
-            momentum=0.9,
-            nesterov=True,
-            l2=0.1,
-        )
+        adam = ops.AdamRule(b1=0.9, b2=0.999, step_size=0.1, eps=1e-8, l2=0.1, decay=0.01)
+        adam(pieces[0], pieces[1], pieces[2], pieces[3], None)
+        sgd = ops.SgdRule(learning_rate=0.1, momentum=0.9, nesterov=True, l2=0.1)
+        sgd(pieces[0], pieces[1], pieces[2], None)
         return pieces
 
     whole = run(0, offset + numel)

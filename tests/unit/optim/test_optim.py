@@ -276,14 +276,13 @@ def test_strides_change_no_bits(donate: bool) -> None:
 def test_chunks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 1000
     p, g, m, v = torch.randn(4, numel)
-    constants = {"b1": 0.9, "b2": 0.999, "step_size": 0.1, "eps": 1e-8, "l2": 0.1, "decay": 0.01}
+    adam = ops.AdamRule(b1=0.9, b2=0.999, step_size=0.1, eps=1e-8, l2=0.1, decay=0.01)
+    sgd = ops.SgdRule(learning_rate=0.1, momentum=0.9, nesterov=True, l2=0.1)
 
     def run(dtype: torch.dtype) -> list[bytes]:
         values = [x.to(dtype, copy=True) for x in (p, g, m, v.abs())]
-        ops.adam_step(values[0], g, values[2], values[3], None, **constants)
-        ops.sgd_step(
-            values[0], g, values[2], None, learning_rate=0.1, momentum=0.9, nesterov=True, l2=0.1
-        )
+        adam(values[0], g, values[2], values[3], None)
+        sgd(values[0], g, values[2], None)
         ops.scale_into(values[1], values[0], 0.3)
         return bits(values)
 

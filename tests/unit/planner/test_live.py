@@ -28,20 +28,13 @@ from zfun.planner import Live, Meter
 
 SIZE, ROWS = 4, 3
 WIDTHS = (21, 70, 33, 100, 17, 21)
+RULES = [ops.AdagradRule, ops.AdamRule, ops.LambRule, ops.LionRule, ops.SgdRule]
 KERNELS = [
     name
     for name in ops.__all__
-    if name
-    not in (
-        "AddressTable",
-        "Measures",
-        "fake_mode",
-        "is_abstract",
-        "message_bytes",
-        "unravel",
-        "use",
-        "wide",
-    )
+    if not name.endswith("Rule")
+    and name
+    not in ("AddressTable", "fake_mode", "is_abstract", "message_bytes", "unravel", "use", "wide")
 ]
 
 
@@ -65,6 +58,10 @@ def compiled_kernels(meter: Meter) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in KERNELS:
             stack.enter_context(unittest.mock.patch.object(ops, name, counted(getattr(ops, name))))
+        for rule in RULES:
+            stack.enter_context(
+                unittest.mock.patch.object(rule, "__call__", counted(rule.__call__))
+            )
         yield
 
 

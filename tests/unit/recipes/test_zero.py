@@ -338,3 +338,19 @@ def test_a_donated_update_of_a_plain_optimizer_waits_once() -> None:
         assert waits == [len(new.buffers)]
 
     zf.simulate(2, main)
+
+
+def test_a_loop_shows_its_composition_in_one_line() -> None:
+    def main(group: zf.Group) -> tuple[str, str]:
+        offload = zf.stores.Offload(optimizer=zf.stores.host())
+        z = zf.zero(3, models.mlp_loss, optim.adamw(0.1), group, precision=torch.bfloat16)
+        other = zf.zero(1, models.mlp_loss, optim.sgd(0.1), group, offload=offload, donate=False)
+        assert z.recipe is not None
+        assert z.recipe.num_micro_batches == 1
+        return repr(z), repr(other)
+
+    expected = (
+        "Zero(3, adamw, precision=bfloat16, 2 ranks)",
+        "Zero(1, sgd, offload=optimizer, 2 ranks)",
+    )
+    assert zf.simulate(2, main)[0] == expected

@@ -27,19 +27,15 @@ from zfun import tree
 ROOT = Path(zf.__file__).parent
 # Kernels with a form for devices; the forms for CPUs read arrays.
 KERNELS = {
-    "adagrad_step",
-    "adam_step",
+    "_step",
     "dequantise",
-    "lion_step",
     "pack_signs",
     "quantise",
     "ravel",
     "ravel_into",
-    "sgd_step",
     "squares_in_bins",
     "sum_dequantised",
     "unpack_signs",
-    "unravel_from",
 }
 READS = {
     torch.ops.aten._local_scalar_dense.default,

@@ -6,7 +6,7 @@ has the four operations that are not plain Numba, and says which kernel needs ea
 
 from zfun.ops.numba._codes import dequantise, pack_signs, quantise, sum_dequantised, unpack_signs
 from zfun.ops.numba._compile import seconds_compiled
-from zfun.ops.numba._ravel import ravel_into, unravel_from
+from zfun.ops.numba._ravel import ravel_into
 from zfun.ops.numba._squares import squares_in_bins
 from zfun.ops.numba._steps import lamb_apply, lamb_moments, step
 from zfun.ops.numba._sums import sum_in_rank_order
@@ -24,5 +24,4 @@ __all__ = [
     "sum_dequantised",
     "sum_in_rank_order",
     "unpack_signs",
-    "unravel_from",
 ]

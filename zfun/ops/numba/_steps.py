@@ -5,21 +5,19 @@ added to the parameters, one where the change is written for the caller to add. 
 same for all elements is a conditional expression, which costs next to nothing. ``fma`` stands where
 torch's fused kernels have ``fma``, so the bits are those of torch.
 
-LLVM makes vector code of a loop only if few pairs of arrays could overlap, so the copy of the
-parameters has a loop of its own, and so has Adam's change. The loops go over a chunk that stays in
-the first cache until the second loop reads the chunk.
+LLVM makes vector code of a loop only if few pairs of arrays could overlap, so Adam's change has a
+loop of its own, over a chunk that the first loop has left in the first cache.
 
 All kernels but LAMB's, which needs norms on the way, are called alike: the buffers, first the
-parameters, the gradients and whatever else the rule keeps, then the change and the copy (of length
-0 for none); which elements; the factor of the gradient, in the dtype that is computed in; the
-constants.
+parameters, the gradients and whatever else the rule keeps, then the change (of length 0 for none);
+which elements; the constants, in the dtype that is computed in.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +30,6 @@ from zfun.ops.numba._float_bits import narrow, rounded, widen
 from zfun.ops.numba._simd import fma, place
 from zfun.ops.numba._squares import BLOCK, add_block, exact_row, new_row
 
-_NO_COPY = np.zeros(0, np.uint16)
-
 # Elements of a chunk.
 _CHUNK = 1 << 10
 
@@ -45,21 +41,14 @@ def _moved(p: Any, i: Any, u: Any) -> Any:
 
 
 @jit
-def _copy(p: Any, out: Any, at: Any, stop: Any, like: Any) -> None:
-    if out.size:
-        for i in range(place(at), place(stop)):
-            out[i] = narrow(widen(p[i], like), out)
-
-
-@jit
-def _moments(i: Any, g: Any, old: Any, m: Any, v: Any, l2: Any, scale: Any, constants: Any) -> Any:
+def _moments(i: Any, g: Any, old: Any, m: Any, v: Any, l2: Any, constants: Any) -> Any:
     """Write the moments of Adam and LAMB, and return them as they were before they were rounded."""
     weight, from_x, b2, c2 = constants
-    x = widen(g[i], scale) * scale
+    x = widen(g[i], b2)
     x = fma(old, l2, x) if l2 != 0 else x
-    before = widen(m[i], scale)
+    before = widen(m[i], b2)
     mean = fma(weight, x - before, x if from_x != 0 else before)
-    square = fma(c2 * x, x, widen(v[i], scale) * b2)
+    square = fma(c2 * x, x, widen(v[i], b2) * b2)
     m[i] = narrow(mean, m)
     v[i] = narrow(square, v)
     return mean, square
@@ -75,38 +64,26 @@ def _adam(mean: Any, square: Any, old: Any, p: Any, constants: Any) -> Any:
 
 
 @jit
-def adam(
-    p: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    change: Any,
-    out: Any,
-    begin: Any,
-    end: Any,
-    scale: Any,
-    constants: Any,
-) -> None:
+def adam(p: Any, g: Any, m: Any, v: Any, change: Any, begin: Any, end: Any, constants: Any) -> None:
     means, rule, l2 = constants[:4], constants[4:9], constants[9]
-    for at in range(begin, end, _CHUNK):
-        stop = min(at + _CHUNK, end)
-        if change.size == 0:
+    if change.size == 0:
+        for i in range(place(begin), place(end)):
+            old = widen(p[i], l2)
+            mean, square = _moments(i, g, old, m, v, l2, means)
+            p[i] = narrow(_adam(mean, square, old, p, rule)[0], p)
+    elif p.itemsize < 4:  # the moments of half types are rounded when they are written
+        for i in range(place(begin), place(end)):
+            old = widen(p[i], l2)
+            mean, square = _moments(i, g, old, m, v, l2, means)
+            change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
+    else:
+        for at in range(begin, end, _CHUNK):
+            stop = min(at + _CHUNK, end)
             for i in range(place(at), place(stop)):
-                old = widen(p[i], scale)
-                mean, square = _moments(i, g, old, m, v, l2, scale, means)
-                p[i] = narrow(_adam(mean, square, old, p, rule)[0], p)
-        elif p.itemsize < 4:  # the moments of half types are rounded when they are written
+                _moments(i, g, widen(p[i], l2), m, v, l2, means)
             for i in range(place(at), place(stop)):
-                old = widen(p[i], scale)
-                mean, square = _moments(i, g, old, m, v, l2, scale, means)
+                mean, square, old = widen(m[i], l2), widen(v[i], l2), widen(p[i], l2)
                 change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
-        else:
-            for i in range(place(at), place(stop)):
-                _moments(i, g, widen(p[i], scale), m, v, l2, scale, means)
-            for i in range(place(at), place(stop)):
-                mean, square, old = widen(m[i], scale), widen(v[i], scale), widen(p[i], scale)
-                change[i] = narrow(_adam(mean, square, old, p, rule)[1], change)
-        _copy(p, out, at, stop, scale)
 
 
 @jit
@@ -126,33 +103,15 @@ def _within(begin: Any, end: Any, start: Any, stop: Any) -> Any:
 
 @jit
 def _lamb_moments(
-    p: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    begin: Any,
-    end: Any,
-    scale: Any,
-    constants: Any,
-    segments: Any,
-    rows: Any,
+    p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, constants: Any, segments: Any, rows: Any
 ) -> None:
     """Write the moments, and add the squares of each segment and of its direction to its two rows.
 
-    Args:
-        p: parameters.
-        g: gradients.
-        m: first moments.
-        v: second moments.
-        begin: where this part of the buffers begins.
-        end: where it ends; a segment is cut there at a multiple of 32 from where it begins.
-        scale: factor of the gradients.
-        constants: of the rule.
-        segments: int64 ``[k, 2]``: where each begins and ends.
-        rows: int64 ``[k, 2, LIMBS + 1]``, to which is added as by ``add_block``.
+    A segment is cut at ``begin`` and ``end`` at a multiple of 32 from where it begins. ``segments``
+    are int64 ``[k, 2]``, and ``rows`` int64 ``[k, 2, LIMBS + 1]``, as of ``add_block``.
     """
-    direction, sums = np.empty(BLOCK, type(scale)), np.empty(BLOCK // 4, np.float64)
-    zero = scale - scale
+    zero = constants[0] - constants[0]
+    direction, sums = np.empty(BLOCK, type(zero)), np.empty(BLOCK // 4, np.float64)
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         for first in range(low, high, BLOCK):
@@ -160,7 +119,7 @@ def _lamb_moments(
             for at in range(first, last, _CHUNK):
                 stop = min(at + _CHUNK, last)
                 for i in range(place(at), place(stop)):
-                    _moments(i, g, p[i], m, v, zero, scale, constants[:4])
+                    _moments(i, g, p[i], m, v, zero, constants[:4])
                 for i in range(place(at), place(stop)):
                     direction[i - place(first)] = _direction(p[i], m[i], v[i], constants)
             add_block(p[first:last], sums, rows[k, 0])
@@ -173,7 +132,6 @@ def _lamb_apply(
     m: Any,
     v: Any,
     change: Any,
-    out: Any,
     begin: Any,
     end: Any,
     constants: Any,
@@ -184,153 +142,116 @@ def _lamb_apply(
     for k in range(segments.shape[0]):
         low, high = _within(begin, end, segments[k, 0], segments[k, 1])
         factor = factors[k]
-        for at in range(low, high, _CHUNK):
-            stop = min(at + _CHUNK, high)
-            if change.size:
-                for i in range(place(at), place(stop)):
-                    change[i] = _direction(p[i], m[i], v[i], constants) * factor
-            else:
-                for i in range(place(at), place(stop)):
-                    p[i] = _moved(p, i, _direction(p[i], m[i], v[i], constants) * factor)
-            _copy(p, out, at, stop, factor)
+        if change.size:
+            for i in range(place(low), place(high)):
+                change[i] = _direction(p[i], m[i], v[i], constants) * factor
+        else:
+            for i in range(place(low), place(high)):
+                p[i] = _moved(p, i, _direction(p[i], m[i], v[i], constants) * factor)
 
 
 @jit
-def _plain_sgd(i: Any, p: Any, g: Any, scale: Any, constants: Any) -> Any:
+def _plain_sgd(i: Any, p: Any, g: Any, constants: Any) -> Any:
     step, l2 = constants
-    x = widen(g[i], scale) * scale
-    x = x + widen(p[i], scale) * l2 if l2 != 0 else x
+    x = widen(g[i], step)
+    x = x + widen(p[i], step) * l2 if l2 != 0 else x
     return x * step
 
 
 @jit
-def plain_sgd(
-    p: Any, g: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
-) -> None:
-    for at in range(begin, end, _CHUNK):
-        stop = min(at + _CHUNK, end)
-        if change.size:
-            for i in range(place(at), place(stop)):
-                change[i] = narrow(_plain_sgd(i, p, g, scale, constants), change)
-        else:
-            for i in range(place(at), place(stop)):
-                p[i] = _moved(p, i, _plain_sgd(i, p, g, scale, constants))
-        _copy(p, out, at, stop, scale)
+def plain_sgd(p: Any, g: Any, change: Any, begin: Any, end: Any, constants: Any) -> None:
+    if change.size:
+        for i in range(place(begin), place(end)):
+            change[i] = narrow(_plain_sgd(i, p, g, constants), change)
+    else:
+        for i in range(place(begin), place(end)):
+            p[i] = _moved(p, i, _plain_sgd(i, p, g, constants))
 
 
 @jit
-def _sgd(i: Any, p: Any, g: Any, b: Any, scale: Any, constants: Any) -> Any:
+def _sgd(i: Any, p: Any, g: Any, b: Any, constants: Any) -> Any:
     step, momentum, nesterov, l2 = constants
-    x = widen(g[i], scale) * scale
-    x = x + widen(p[i], scale) * l2 if l2 != 0 else x
-    velocity = widen(b[i], scale) * momentum + x
+    x = widen(g[i], step)
+    x = x + widen(p[i], step) * l2 if l2 != 0 else x
+    velocity = widen(b[i], step) * momentum + x
     b[i] = narrow(velocity, b)
     return (x + velocity * momentum if nesterov != 0 else velocity) * step
 
 
 @jit
-def sgd(
-    p: Any, g: Any, b: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
-) -> None:
-    for at in range(begin, end, _CHUNK):
-        stop = min(at + _CHUNK, end)
-        if change.size:
-            for i in range(place(at), place(stop)):
-                change[i] = narrow(_sgd(i, p, g, b, scale, constants), change)
-        else:
-            for i in range(place(at), place(stop)):
-                p[i] = _moved(p, i, _sgd(i, p, g, b, scale, constants))
-        _copy(p, out, at, stop, scale)
+def sgd(p: Any, g: Any, b: Any, change: Any, begin: Any, end: Any, constants: Any) -> None:
+    if change.size:
+        for i in range(place(begin), place(end)):
+            change[i] = narrow(_sgd(i, p, g, b, constants), change)
+    else:
+        for i in range(place(begin), place(end)):
+            p[i] = _moved(p, i, _sgd(i, p, g, b, constants))
 
 
 @jit
-def _lion(i: Any, p: Any, g: Any, m: Any, scale: Any, constants: Any) -> Any:
+def _lion(i: Any, p: Any, g: Any, m: Any, constants: Any) -> Any:
     b1, c1, b2, c2, step, decay = constants
-    x, mean = widen(g[i], scale) * scale, widen(m[i], scale)
+    x, mean = widen(g[i], step), widen(m[i], step)
     towards = mean * b1 + x * c1
     nothing = (step - step) * step  # zero with the sign of the step, as in torch
     u = step if towards > 0 else (-step if towards < 0 else nothing)
     m[i] = narrow(mean * b2 + x * c2, m)
-    return u + widen(p[i], scale) * decay if decay != 0 else u
+    return u + widen(p[i], step) * decay if decay != 0 else u
 
 
 @jit
-def lion(
-    p: Any, g: Any, m: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
-) -> None:
-    for at in range(begin, end, _CHUNK):
-        stop = min(at + _CHUNK, end)
-        if change.size:
-            for i in range(place(at), place(stop)):
-                change[i] = narrow(_lion(i, p, g, m, scale, constants), change)
-        else:
-            for i in range(place(at), place(stop)):
-                p[i] = _moved(p, i, _lion(i, p, g, m, scale, constants))
-        _copy(p, out, at, stop, scale)
+def lion(p: Any, g: Any, m: Any, change: Any, begin: Any, end: Any, constants: Any) -> None:
+    if change.size:
+        for i in range(place(begin), place(end)):
+            change[i] = narrow(_lion(i, p, g, m, constants), change)
+    else:
+        for i in range(place(begin), place(end)):
+            p[i] = _moved(p, i, _lion(i, p, g, m, constants))
 
 
 @jit
-def _adagrad(i: Any, p: Any, g: Any, s: Any, scale: Any, constants: Any) -> Any:
+def _adagrad(i: Any, p: Any, g: Any, s: Any, constants: Any) -> Any:
     step, eps, l2 = constants
-    x = widen(g[i], scale) * scale
-    x = x + widen(p[i], scale) * l2 if l2 != 0 else x
-    squares = widen(s[i], scale) + x * x
+    x = widen(g[i], step)
+    x = x + widen(p[i], step) * l2 if l2 != 0 else x
+    squares = widen(s[i], step) + x * x
     s[i] = narrow(squares, s)
     return x / (math.sqrt(squares) + eps) * step
 
 
 @jit
-def adagrad(
-    p: Any, g: Any, s: Any, change: Any, out: Any, begin: Any, end: Any, scale: Any, constants: Any
-) -> None:
-    for at in range(begin, end, _CHUNK):
-        stop = min(at + _CHUNK, end)
-        if change.size:
-            for i in range(place(at), place(stop)):
-                change[i] = narrow(_adagrad(i, p, g, s, scale, constants), change)
-        else:
-            for i in range(place(at), place(stop)):
-                p[i] = _moved(p, i, _adagrad(i, p, g, s, scale, constants))
-        _copy(p, out, at, stop, scale)
+def adagrad(p: Any, g: Any, s: Any, change: Any, begin: Any, end: Any, constants: Any) -> None:
+    if change.size:
+        for i in range(place(begin), place(end)):
+            change[i] = narrow(_adagrad(i, p, g, s, constants), change)
+    else:
+        for i in range(place(begin), place(end)):
+            p[i] = _moved(p, i, _adagrad(i, p, g, s, constants))
 
 
-def _adam_constants(
-    b1: float, b2: float, step_size: float, correction: float, eps: float, l2: float, decay: float
-) -> list[float]:
-    rule = [-step_size, correction, eps, 1.0 - decay, float(decay != 0.0)]
-    return [*_moment_constants(b1, b2), *rule, l2]
-
-
-def _lamb_constants(
-    b1: float, b2: float, bias: float, correction: float, eps: float, weight_decay: float
-) -> list[float]:
-    return [*_moment_constants(b1, b2), 1.0 / bias, 1.0 / correction, eps, weight_decay]
-
-
-def _moment_constants(b1: float, b2: float) -> list[float]:
+def _moment_constants(c: Any) -> list[float]:
     # torch.lerp goes from the nearer end: from the gradient where it has the larger weight.
-    weight = 1.0 - b1
-    return [weight if weight < 0.5 else weight - 1.0, float(weight >= 0.5), b2, 1.0 - b2]
+    weight = 1.0 - c.b1
+    return [weight if weight < 0.5 else weight - 1.0, float(weight >= 0.5), c.b2, 1.0 - c.b2]
 
 
-def _lion_constants(b1: float, b2: float, learning_rate: float, decay: float) -> list[float]:
-    return [b1, 1.0 - b1, b2, 1.0 - b2, -learning_rate, -decay]
+def _adam_constants(c: Any) -> list[float]:
+    rule = [-c.step_size, c.correction, c.eps, 1.0 - c.decay, float(c.decay != 0.0)]
+    return [*_moment_constants(c), *rule, c.l2]
+
+
+def _lamb_constants(c: Any) -> list[float]:
+    return [*_moment_constants(c), 1.0 / c.bias, 1.0 / c.correction, c.eps, c.weight_decay]
 
 
 # Each rule: its kernel, and its constants in the order of the kernel, as Python's doubles, which
 # the dtype of the kernel rounds.
-_RULES: dict[str, tuple[Any, Callable[..., list[float]]]] = {
+_RULES: dict[str, tuple[Any, Callable[[Any], list[float]]]] = {
     "adam": (adam, _adam_constants),
-    "lion": (lion, _lion_constants),
-    "sgd": (
-        sgd,
-        lambda learning_rate, momentum, nesterov, l2: [-learning_rate, momentum, nesterov, l2],
-    ),
-    "plain_sgd": (
-        plain_sgd,
-        lambda learning_rate, momentum, nesterov, l2: [-learning_rate, l2],
-    ),
-    "adagrad": (adagrad, lambda learning_rate, eps, l2: [-learning_rate, eps, l2]),
+    "lion": (lion, lambda c: [c.b1, 1.0 - c.b1, c.b2, 1.0 - c.b2, -c.learning_rate, -c.decay]),
+    "sgd": (sgd, lambda c: [-c.learning_rate, c.momentum, c.nesterov, c.l2]),
+    "plain_sgd": (plain_sgd, lambda c: [-c.learning_rate, c.l2]),
+    "adagrad": (adagrad, lambda c: [-c.learning_rate, c.eps, c.l2]),
 }
 
 
@@ -340,24 +261,18 @@ def step(
     grad: Tensor,
     moments: Sequence[Tensor],
     change: Tensor | None,
-    out: Tensor | None,
-    scale: float | Tensor,
-    constants: Mapping[str, float],
+    constants: Any,
 ) -> bool:
     """Take a step of a rule; whether there is a kernel for such tensors."""
     if not _takes(param, *moments, *(() if change is None else (change,))):
         return False
     kernel, in_order = _RULES[rule]
     run, kind = entry(kernel), number(wide(param.dtype))
-    copy = out if out is not None and is_plain(out) else None
     arrays = [as_array(x) for x in (param, _readable(grad, wide(param.dtype)), *moments)]
-    arrays += _targets(param, change, copy)
-    factor, numbers = kind(float(scale)), tuple(map(kind, in_order(**constants)))
-    in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, factor, numbers))
-    written = [*moments, param if change is None else change, *([] if copy is None else [copy])]
-    torch.autograd.graph.increment_version(written)
-    if out is not None and copy is None:
-        out.copy_(param)
+    arrays.append(_target(param, change))
+    numbers = tuple(map(kind, in_order(constants)))
+    in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, numbers))
+    torch.autograd.graph.increment_version([*moments, param if change is None else change])
     return True
 
 
@@ -367,8 +282,7 @@ def lamb_moments(
     mu: Tensor,
     nu: Tensor,
     segments: Sequence[tuple[int, int]],
-    scale: float | Tensor,
-    constants: Mapping[str, float],
+    constants: Any,
 ) -> list[Tensor] | None:
     """Take the first half of a step of LAMB.
 
@@ -382,7 +296,7 @@ def lamb_moments(
         return None
     run, kind = entry(_lamb_moments), number(param.dtype)
     arrays = [as_array(x) for x in (param, _readable(grad, param.dtype), mu, nu)]
-    factor, numbers = kind(float(scale)), tuple(map(kind, _lamb_constants(**constants)))
+    numbers = tuple(map(kind, _lamb_constants(constants)))
     # Elements of no segment have moments too: every second piece is a segment, and the others lie
     # between.
     places = np.array([0, *itertools.chain.from_iterable(segments), param.numel()], np.int64)
@@ -391,7 +305,7 @@ def lamb_moments(
 
     def work(begin: int, end: int) -> None:
         rows = np.stack([new_row()] * 2 * len(pieces)).reshape(len(pieces), 2, -1)
-        run(*arrays, begin, end, factor, numbers, pieces, rows)
+        run(*arrays, begin, end, numbers, pieces, rows)
         found.append(rows[1::2])
 
     in_parts(param.numel(), work)
@@ -405,40 +319,30 @@ def lamb_apply(
     mu: Tensor,
     nu: Tensor,
     change: Tensor | None,
-    out: Tensor | None,
     segments: Sequence[tuple[int, int]],
     factors: Sequence[float],
-    constants: Mapping[str, float],
+    constants: Any,
 ) -> None:
     """Take the second half of a step of LAMB, after :func:`lamb_moments`."""
     run, kind = entry(_lamb_apply), number(param.dtype)
-    copy = out if out is not None and is_plain(out) else None
     to = change if change is None or _takes(change, param) else torch.empty_like(param)
-    arrays = [*(as_array(x) for x in (param, mu, nu)), *_targets(param, to, copy)]
-    numbers = tuple(map(kind, _lamb_constants(**constants)))
+    arrays = [*(as_array(x) for x in (param, mu, nu)), _target(param, to)]
+    numbers = tuple(map(kind, _lamb_constants(constants)))
     end = 0
     for start, stop in [*segments, (param.numel(), param.numel())]:
         if to is not None:
             to[end:start].zero_()
-        elif copy is not None:
-            copy[end:start].copy_(param[end:start])
         end = stop
     pieces, far = np.array(segments, np.int64).reshape(-1, 2), np.array(factors, kind)
     in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, numbers, pieces, far))
     torch.autograd.graph.increment_version([param if to is None else to])
     if change is not None and to is not change and to is not None:
         change.copy_(to)
-    if out is not None and copy is None:
-        out.copy_(param)
 
 
-def _targets(param: Tensor, change: Tensor | None, copy: Tensor | None) -> list[Any]:
-    """Return where the change and the copy go, as arrays of length 0 for none."""
-    absent = np.zeros(0, number(param.dtype))
-    return [
-        absent if change is None else as_array(change),
-        _NO_COPY if copy is None else as_array(copy),
-    ]
+def _target(param: Tensor, change: Tensor | None) -> Any:
+    """Return where the change goes, an array of length 0 for none."""
+    return np.zeros(0, number(param.dtype)) if change is None else as_array(change)
 
 
 def _takes(param: Tensor, *others: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from zfun.ops.reference._blocks import dequantise, quantise, sum_dequantised
 from zfun.ops.reference._norm import squares_in_bins
-from zfun.ops.reference._ravel import ravel_into, unravel, unravel_from
+from zfun.ops.reference._ravel import ravel_into, unravel
 from zfun.ops.reference._signs import pack_signs, unpack_signs
 from zfun.ops.reference._steps import lamb_apply, lamb_moments, scale_into, step
 from zfun.ops.reference._sums import sum_in_rank_order
@@ -21,5 +21,4 @@ __all__ = [
     "sum_in_rank_order",
     "unpack_signs",
     "unravel",
-    "unravel_from",
 ]

@@ -69,13 +69,6 @@ def _copy_scaled(target: Tensor, source: Tensor, scale: float) -> None:
         target.copy_(source.to(wide(target.dtype)).mul_(scale))
 
 
-def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int]) -> None:
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        if tensor is not None:
-            with torch.no_grad():
-                tensor.copy_(unravel(source, offset, tensor.shape, tensor.dtype))
-
-
 def unravel(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     numel = 1
     for dim in shape:

@@ -13,7 +13,7 @@ about once. Cutting changes no bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,6 @@ def _working(
     grad: Tensor,
     moments: Sequence[Tensor],
     change: Tensor | None,
-    scale: float | Tensor,
-    out: Tensor | None,
     *,
     whole: bool = False,
 ) -> Iterator[_WorkSpace]:
@@ -71,21 +69,17 @@ def _working(
         torch.empty(_chunk_numel(param), dtype=dtype, device=param.device)
         for _ in range(4 + len(moments))
     )
-    factor = scale.to(device=param.device, dtype=dtype) if isinstance(scale, Tensor) else scale
-    for p, g, to, copy, *ms in _chunks(param, grad, change, out, *moments):
+    for p, g, to, *ms in _chunks(param, grad, change, *moments):
         assert p is not None
         assert g is not None
         numel = p.numel()
-        x = wide_grad[:numel].copy_(g)
-        if isinstance(factor, Tensor) or factor != 1.0:
-            x.mul_(factor)
         held = [
             m if m.dtype == dtype else w[:numel].copy_(m)
             for m, w in zip(ms, wide_moments, strict=True)
             if m is not None
         ]
         old, u = p if p.dtype == dtype else wide_param[:numel].copy_(p), result[:numel]
-        yield _WorkSpace(old, x, tuple(held), u, spare[:numel])
+        yield _WorkSpace(old, wide_grad[:numel].copy_(g), tuple(held), u, spare[:numel])
         for m, new in zip(ms, held, strict=True):
             if m is not None and m is not new:
                 m.copy_(new)
@@ -95,8 +89,6 @@ def _working(
             torch.sub(u.to(p.dtype), p, out=to)
         else:
             to.copy_(u)
-        if copy is not None:
-            copy.copy_(p)
 
 
 def _mix(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
@@ -115,67 +107,53 @@ def _mix_squares(mean: Tensor, x: Tensor, decay: float, spare: Tensor) -> None:
     fma_into(mean, spare, x, mean.mul_(decay))
 
 
-def _adam(
-    works: Iterator[_WorkSpace],
-    *,
-    b1: float,
-    b2: float,
-    step_size: float,
-    eps: float,
-    l2: float,
-    decay: float,
-    correction: float,
-) -> None:
+def _adam(works: Iterator[_WorkSpace], c: Any) -> None:
     for p, g, (m, v), u, t in works:
-        if l2:
-            fma_into(g, p, l2, g)
-        _mix(m, g, b1, t)
-        _mix_squares(v, g, b2, t)
+        if c.l2:
+            fma_into(g, p, c.l2, g)
+        _mix(m, g, c.b1, t)
+        _mix_squares(v, g, c.b2, t)
         root_into(t, v)
-        t.div_(correction).add_(eps)
-        torch.mul(m, -step_size, out=u)
+        t.div_(c.correction).add_(c.eps)
+        torch.mul(m, -c.step_size, out=u)
         u.div_(t)
-        if decay:
-            u.add_(torch.mul(p, 1.0 - decay, out=t))
+        if c.decay:
+            u.add_(torch.mul(p, 1.0 - c.decay, out=t))
 
 
-def _sgd(
-    works: Iterator[_WorkSpace], *, learning_rate: float, momentum: float, nesterov: bool, l2: float
-) -> None:
+def _sgd(works: Iterator[_WorkSpace], c: Any) -> None:
     for p, g, moments, u, t in works:
-        if l2:
-            g.add_(torch.mul(p, l2, out=t))
+        if c.l2:
+            g.add_(torch.mul(p, c.l2, out=t))
         for b in moments:
-            b.mul_(momentum).add_(g)
-            if nesterov:
-                g.add_(torch.mul(b, momentum, out=t))
+            b.mul_(c.momentum).add_(g)
+            if c.nesterov:
+                g.add_(torch.mul(b, c.momentum, out=t))
             else:
                 g.copy_(b)
-        torch.mul(g, -learning_rate, out=u)
+        torch.mul(g, -c.learning_rate, out=u)
 
 
-def _lion(
-    works: Iterator[_WorkSpace], *, b1: float, b2: float, learning_rate: float, decay: float
-) -> None:
+def _lion(works: Iterator[_WorkSpace], c: Any) -> None:
     for p, g, (m,), u, t in works:
-        torch.mul(m, b1, out=u)
-        u.add_(torch.mul(g, 1.0 - b1, out=t)).sign_().mul_(-learning_rate)
-        if decay:
-            u.add_(torch.mul(p, -decay, out=t))
-        m.mul_(b2).add_(g.mul_(1.0 - b2))
+        torch.mul(m, c.b1, out=u)
+        u.add_(torch.mul(g, 1.0 - c.b1, out=t)).sign_().mul_(-c.learning_rate)
+        if c.decay:
+            u.add_(torch.mul(p, -c.decay, out=t))
+        m.mul_(c.b2).add_(g.mul_(1.0 - c.b2))
 
 
-def _adagrad(works: Iterator[_WorkSpace], *, learning_rate: float, eps: float, l2: float) -> None:
+def _adagrad(works: Iterator[_WorkSpace], c: Any) -> None:
     for p, g, (s,), u, t in works:
-        if l2:
-            g.add_(torch.mul(p, l2, out=t))
+        if c.l2:
+            g.add_(torch.mul(p, c.l2, out=t))
         s.add_(torch.mul(g, g, out=t))
         root_into(t, s)
-        torch.div(g, t.add_(eps), out=u)
-        u.mul_(-learning_rate)
+        torch.div(g, t.add_(c.eps), out=u)
+        u.mul_(-c.learning_rate)
 
 
-_RULES: dict[str, Callable[..., None]] = {
+_RULES: dict[str, Callable[[Iterator[_WorkSpace], Any], None]] = {
     "adam": _adam,
     "sgd": _sgd,
     "plain_sgd": _sgd,
@@ -190,14 +168,11 @@ def step(
     grad: Tensor,
     moments: Sequence[Tensor],
     change: Tensor | None,
-    out: Tensor | None,
-    scale: float | Tensor,
-    constants: Mapping[str, Any],
+    constants: Any,
 ) -> None:
     """Take a step of a rule, chunk by chunk."""
-    whole = constants.get("decay", 0.0) != 0.0 and rule == "adam"
-    works = _working(param, grad, moments, change, scale, out, whole=whole)
-    _RULES[rule](works, **constants)
+    whole = rule == "adam" and constants.decay != 0.0
+    _RULES[rule](_working(param, grad, moments, change, whole=whole), constants)
 
 
 def lamb_moments(
@@ -206,23 +181,19 @@ def lamb_moments(
     mu: Tensor,
     nu: Tensor,
     segments: Sequence[tuple[int, int]],
-    scale: float | Tensor,
-    constants: Mapping[str, float],
+    constants: Any,
 ) -> tuple[list[Tensor], Tensor]:
     """Write the moments of LAMB; return the squares of segments and directions, and directions."""
-    b1, b2, eps = constants["b1"], constants["b2"], constants["eps"]
-    bias, correction = constants["bias"], constants["correction"]
-    weight_decay = constants["weight_decay"]
-    direction = torch.empty(param.shape, dtype=wide(param.dtype), device=param.device)
-    for p, g, (m, v), u, t in _working(param, grad, (mu, nu), direction, scale, None):
-        _mix(m, g, b1, t)
-        _mix_squares(v, g, b2, t)
+    c, direction = constants, torch.empty(param.shape, dtype=wide(param.dtype), device=param.device)
+    for p, g, (m, v), u, t in _working(param, grad, (mu, nu), direction):
+        _mix(m, g, c.b1, t)
+        _mix_squares(v, g, c.b2, t)
         root_into(t, v)
-        t.mul_(1.0 / correction).add_(eps)
-        torch.mul(m, 1.0 / bias, out=u)
+        t.mul_(1.0 / c.correction).add_(c.eps)
+        torch.mul(m, 1.0 / c.bias, out=u)
         u.div_(t)
-        if weight_decay:
-            u.add_(torch.mul(p, weight_decay, out=t))
+        if c.weight_decay:
+            u.add_(torch.mul(p, c.weight_decay, out=t))
     pieces = [x[start:stop] for x in (param, direction) for start, stop in segments]
     return [squares_in_bins(piece) for piece in pieces], direction
 
@@ -231,7 +202,6 @@ def lamb_apply(
     param: Tensor,
     direction: Tensor,
     change: Tensor | None,
-    out: Tensor | None,
     segments: Sequence[tuple[int, int]],
     factors: Sequence[float],
 ) -> None:
@@ -242,12 +212,10 @@ def lamb_apply(
         direction[start:stop].mul_(factor)
         end = stop
     direction[end:].zero_()
-    if change is not None:
+    if change is None:
+        param.add_(direction.to(param.dtype))
+    else:
         change.copy_(direction)
-        return
-    param.add_(direction.to(param.dtype))
-    if out is not None:
-        out.copy_(param)
 
 
 def scale_into(out: Tensor, x: Tensor, factor: float | Tensor) -> None:

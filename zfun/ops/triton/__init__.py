@@ -17,7 +17,7 @@ have kernels, and below them their launches.
 
 from zfun.ops.triton._base import takes
 from zfun.ops.triton._codes import dequantise, pack_signs, quantise, sum_dequantised, unpack_signs
-from zfun.ops.triton._ravel import ravel_into, unravel_from
+from zfun.ops.triton._ravel import ravel_into
 from zfun.ops.triton._squares import squares_in_bins
 from zfun.ops.triton._steps import step
 
@@ -31,5 +31,4 @@ __all__ = [
     "sum_dequantised",
     "takes",
     "unpack_signs",
-    "unravel_from",
 ]

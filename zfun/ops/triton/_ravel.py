@@ -1,4 +1,4 @@
-"""Many tensors to one buffer and back, in one launch.
+"""Many tensors to one buffer, in one launch.
 
 A tile of the buffer lies in one tensor, or in none.
 """
@@ -51,36 +51,6 @@ def _ravel(
         if SCALED:
             x = tl.where(piece >= 0, x * scale, 0.0)
         store_narrow(target, i, x, i < length, BF16)
-
-
-@triton.jit
-def _unravel(
-    addresses,
-    tiles,
-    source,
-    TILE: tl.constexpr,
-    IN_BF16: tl.constexpr,
-    BF16: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    like,
-):
-    tile = tiles + tl.program_id(0) * 4
-    start, length, piece, local = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    i = tl.arange(0, TILE)
-    address = tl.load(addresses + tl.maximum(piece, 0))
-    target = address.to(like.dtype) + local
-    whole = (piece >= 0) & _is_whole(address, local, like, start, source, length, TILE)
-    if ALIGNED and whole:
-        x = load_wide(tl.multiple_of(source + start, 16), i, i < TILE, IN_BF16)
-        store_narrow(tl.multiple_of(target, 16), i, x, i < TILE, BF16)
-    else:
-        mask = i < tl.where(piece >= 0, length, 0)
-        store_narrow(target, i, load_wide(source + start, i, mask, IN_BF16), mask, BF16)
 
 
 @triton.jit
@@ -177,30 +147,4 @@ def ravel_into(
         like=as_pointer(like),
     )
     torch.autograd.graph.increment_version(out)
-    return True
-
-
-def unravel_from(source: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int]) -> bool:
-    """Copy the pieces of a buffer to tensors; whether it was done."""
-    table = _table(tensors, offsets, source)
-    if table is None:
-        return False
-    addresses, tiles, like = table
-    flags = {
-        "IN_BF16": is_bf16(source),
-        "BF16": is_bf16(like),
-        "ALIGNED": _is_aligned(source),
-    }
-    launch(
-        _unravel,
-        (len(tiles),),
-        source.device,
-        addresses,
-        tiles,
-        as_pointer(source),
-        TILE=TILE,
-        **flags,
-        like=as_pointer(like),
-    )
-    torch.autograd.graph.increment_version([x for x in tensors if x is not None])
     return True

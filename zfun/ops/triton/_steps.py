@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow, takes
+from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, takes
 
 
 @triton.jit
-def _start_step(
-    param, grad, factor, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr
-):
+def _start_step(param, grad, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr):
     p = tl.load(param + i, mask=mask, other=0.0)
     g = load_wide(grad, i, mask, BF16)
-    if factor is not None:
-        g = g * tl.load(factor)
-    else:
-        g = g * scale
     if L2:
         g = tl.fma(p, l2, g) if FMA else g + p * l2
     return p, g
 
 
 @triton.jit
-def _end_step(param, change, out, p, new, delta, i, mask, BF16: tl.constexpr):
+def _end_step(param, change, new, delta, i, mask):
     if change is not None:
         tl.store(change + i, delta, mask=mask)
     else:
         tl.store(param + i, new, mask=mask)
-        if out is not None:
-            store_narrow(out, i, new, mask, BF16)
 
 
 @triton.jit
 def _adam(
-    param, grad, mu, nu, change, out, factor, numel,
-    scale, weight, b2, rest2, step, eps, l2, keep, correction,
+    param, grad, mu, nu, change, numel, weight, b2, rest2, step, eps, l2, keep, correction,
     TILE: tl.constexpr, NEAR: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
-    BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, True, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, l2, i, mask, L2, True, BF16)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     v = tl.load(nu + i, mask=mask, other=0.0)
     m = tl.fma(g - m, weight, m if NEAR else g)
@@ -59,20 +50,19 @@ def _adam(
     )
     if DECAY:
         new = u + p * keep
-        _end_step(param, change, out, p, new, new - p, i, mask, OUT_BF16)
+        _end_step(param, change, new, new - p, i, mask)
     else:
-        _end_step(param, change, out, p, p + u, u, i, mask, OUT_BF16)
+        _end_step(param, change, p + u, u, i, mask)
 
 
 @triton.jit
 def _sgd(
-    param, grad, velocity, change, out, factor, numel, scale, step, momentum, l2,
-    TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
-    BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    param, grad, velocity, change, numel, step, momentum, l2,
+    TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
     if velocity is not None:
         b = tl.load(velocity + i, mask=mask, other=0.0) * momentum + g
         tl.store(velocity + i, b, mask=mask)
@@ -81,38 +71,38 @@ def _sgd(
         else:
             g = b
     u = g * step
-    _end_step(param, change, out, p, p + u, u, i, mask, OUT_BF16)
+    _end_step(param, change, p + u, u, i, mask)
 
 
 @triton.jit
 def _lion(
-    param, grad, mu, change, out, factor, numel, scale, b1, rest1, b2, rest2, step, decay,
-    TILE: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    param, grad, mu, change, numel, b1, rest1, b2, rest2, step, decay,
+    TILE: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, 0.0, i, mask, False, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, 0.0, i, mask, False, False, BF16)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     towards = m * b1 + g * rest1
     u = tl.where(towards > 0, 1.0, tl.where(towards < 0, -1.0, 0.0)) * step
     if DECAY:
         u = u + p * decay
     tl.store(mu + i, m * b2 + g * rest2, mask=mask)
-    _end_step(param, change, out, p, p + u, u, i, mask, OUT_BF16)
+    _end_step(param, change, p + u, u, i, mask)
 
 
 @triton.jit
 def _adagrad(
-    param, grad, total, change, out, factor, numel, scale, step, eps, l2,
-    TILE: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    param, grad, total, change, numel, step, eps, l2,
+    TILE: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, factor, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
     s = tl.load(total + i, mask=mask, other=0.0) + g * g
     tl.store(total + i, s, mask=mask)
     u = tl.div_rn(g, tl.sqrt_rn(s) + eps) * step
-    _end_step(param, change, out, p, p + u, u, i, mask, OUT_BF16)
+    _end_step(param, change, p + u, u, i, mask)
 
 
 def step(
@@ -121,28 +111,16 @@ def step(
     grad: Tensor,
     moments: Sequence[Tensor],
     change: Tensor | None,
-    out: Tensor | None,
-    scale: float | Tensor,
-    constants: Mapping[str, float],
+    constants: Any,
 ) -> bool:
     """Take a step of a rule; whether there is a kernel for the rule and these dtypes."""
     held = [param, *moments, *(() if change is None else (change,))]
-    if (
-        rule not in _RULES
-        or any(x.dtype != torch.float32 for x in held)
-        or not takes(*held, grad, *(() if out is None else (out,)))
-    ):
+    if any(x.dtype != torch.float32 for x in held) or not takes(*held, grad):
         return False
-    kernel, numbers, flags = _RULES[rule](dict(constants))
+    kernel, numbers, flags = _RULES[rule](constants)
     velocity = (None,) if rule == "plain_sgd" else ()
-    # A factor that lives on the device is read there: the host need not wait for it.
-    factor = (
-        scale.to(device=param.device, dtype=torch.float32) if isinstance(scale, Tensor) else None
-    )
-    number = 1.0 if isinstance(scale, Tensor) else scale
-    buffers = [param, grad, *moments, *velocity, change, out, factor]
+    buffers = [param, grad, *moments, *velocity, change]
     pointers = [None if x is None else as_pointer(x) for x in buffers]
-    flags = {**flags, "BF16": is_bf16(grad), "OUT_BF16": out is not None and is_bf16(out)}
     numel = param.numel()
     if numel:
         launch(
@@ -151,57 +129,46 @@ def step(
             param.device,
             *pointers,
             numel,
-            number,
             *numbers,
             TILE=TILE,
+            BF16=is_bf16(grad),
             **flags,
         )
-    written = [
-        *moments,
-        *([change] if change is not None else [param] if out is None else [param, out]),
-    ]
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version([*moments, param if change is None else change])
     return True
 
 
-def _adam_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
-    weight = 1.0 - c["b1"]
+# The kernel of a rule, its numbers, and its choices.
+_Call: TypeAlias = tuple[Any, tuple[float, ...], dict[str, bool]]
+
+
+def _adam_call(c: Any) -> _Call:
+    weight = 1.0 - c.b1
     near = weight < 0.5
-    rest2, keep = 1.0 - c["b2"], 1.0 - c["decay"]
-    numbers = (
-        weight if near else weight - 1.0,
-        c["b2"],
-        rest2,
-        -c["step_size"],
-        c["eps"],
-        c["l2"],
-        keep,
-        c["correction"],
-    )
-    return _adam, numbers, {"NEAR": near, "L2": c["l2"] != 0.0, "DECAY": c["decay"] != 0.0}
+    first = weight if near else weight - 1.0
+    moments, rest = (first, c.b2, 1.0 - c.b2), (c.l2, 1.0 - c.decay, c.correction)
+    flags = {"NEAR": near, "L2": c.l2 != 0.0, "DECAY": c.decay != 0.0}
+    return _adam, (*moments, -c.step_size, c.eps, *rest), flags
 
 
-def _sgd_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
-    return (
-        _sgd,
-        (-c["learning_rate"], c["momentum"], c["l2"]),
-        {"NESTEROV": bool(c["nesterov"]), "L2": c["l2"] != 0.0},
-    )
+def _sgd_call(c: Any) -> _Call:
+    flags = {"NESTEROV": bool(c.nesterov), "L2": c.l2 != 0.0}
+    return _sgd, (-c.learning_rate, c.momentum, c.l2), flags
 
 
-def _lion_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
-    numbers = (c["b1"], 1.0 - c["b1"], c["b2"], 1.0 - c["b2"], -c["learning_rate"], -c["decay"])
-    return _lion, numbers, {"DECAY": c["decay"] != 0.0}
+def _lion_call(c: Any) -> _Call:
+    numbers = (c.b1, 1.0 - c.b1, c.b2, 1.0 - c.b2, -c.learning_rate, -c.decay)
+    return _lion, numbers, {"DECAY": c.decay != 0.0}
 
 
-def _adagrad_numbers(c: dict[str, float]) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
-    return _adagrad, (-c["learning_rate"], c["eps"], c["l2"]), {"L2": c["l2"] != 0.0}
+def _adagrad_call(c: Any) -> _Call:
+    return _adagrad, (-c.learning_rate, c.eps, c.l2), {"L2": c.l2 != 0.0}
 
 
-_RULES: dict[str, Any] = {
-    "adam": _adam_numbers,
-    "sgd": _sgd_numbers,
-    "plain_sgd": _sgd_numbers,
-    "lion": _lion_numbers,
-    "adagrad": _adagrad_numbers,
+_RULES: dict[str, Callable[[Any], _Call]] = {
+    "adam": _adam_call,
+    "sgd": _sgd_call,
+    "plain_sgd": _sgd_call,
+    "lion": _lion_call,
+    "adagrad": _adagrad_call,
 }

@@ -31,7 +31,7 @@ from zfun.flat import (
 )
 from zfun.layout import Layout, LeafSlot, layout_of
 from zfun.optim import Optimizer, as_optimizer
-from zfun.options import ANY, BOOL, takes
+from zfun.options import takes
 from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
 from zfun.transforms.optimizer._agree import agree, can_fail
@@ -42,7 +42,7 @@ from zfun.transforms.values._redistribute import redistribute
 
 
 @ops.uncompiled
-@takes(optimizer=ANY, grads=ANY, state=ANY, params=ANY, donate=BOOL)
+@takes()
 def apply(
     optimizer: Any, grads: tree.Tree, state: Any, params: tree.Tree, *, donate: bool = False
 ) -> tuple[tree.Tree, Any]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from zfun.layout import LAYOUT, Layout
-from zfun.options import BOOL, each, instance, integer, takes
+from zfun.options import each, instance, integer, takes
 from zfun.stores import READ_AHEAD
 from zfun.tables import html_table
 
@@ -87,10 +87,7 @@ UPDATE = instance(UpdatePlan, "a plan of an update", "zf.planner.plan_update(lay
 @takes(
     layout=LAYOUT,
     stored=each(integer(0), "a sequence of indices", "[0, 1]") | None,
-    late=BOOL,
     ahead=integer(0),
-    reads_first=BOOL,
-    in_backward=BOOL,
 )
 def plan_update(
     layout: Layout,

@@ -11,7 +11,7 @@ from zfun.errors import PlacementError
 from zfun.flat import Flat, change_layout, ravel, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
 from zfun.optim import Optimizer, PrepareInner, as_optimizer
-from zfun.options import ANY, GROUP, integer, takes
+from zfun.options import takes
 from zfun.placement import S
 from zfun.transforms.optimizer._placing import is_placed, layout_for, lift, lower
 from zfun.transforms.optimizer._probe import check_padding, probe
@@ -19,7 +19,7 @@ from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._redistribute import redistribute
 
 
-@takes(optimizer=ANY, group=GROUP, bucket_bytes=integer(1))
+@takes()
 def shard_optimizer(
     optimizer: Any, group: Group, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Optimizer:

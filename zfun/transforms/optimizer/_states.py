@@ -13,7 +13,7 @@ from zfun.collectives import Group
 from zfun.errors import SpecMismatch
 from zfun.flat import FLAT, Flat, empty_like
 from zfun.optim import MasterState, Optimizer
-from zfun.options import ANY, FLOATING, GROUP, instance, takes
+from zfun.options import FLOATING, instance, takes
 from zfun.placement import Placement
 from zfun.stores import Stored
 from zfun.transforms.optimizer._placing import layout_for
@@ -23,10 +23,8 @@ _REMEDY = "make the state with the init() that belongs to the step, or step with
 
 @takes(
     optimizer=instance(Optimizer, "an optimizer of zf.optim", "zf.optim.sgd(0.1)"),
-    state=ANY,
     params=FLAT,
     placement=instance(Placement, "a placement", "zf.S"),
-    group=GROUP,
     master=FLOATING | None,
 )
 def check_state(

@@ -1,0 +1,207 @@
+"""The functions of a training loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from zfun import ops, stores, tree
+from zfun.checkpoint import check_saves
+from zfun.collectives import global_ranks
+from zfun.errors import OptionError, ZfunError
+from zfun.flat import Flat
+from zfun.recipes._checks import (
+    check_is_flat,
+    check_is_state,
+    check_order,
+    check_same_options,
+    refuse_transforms,
+)
+from zfun.recipes._compose import gradient_of
+from zfun.recipes._known import KnownStates
+from zfun.recipes._precision import whole_tree
+from zfun.recipes._recipe import Recipe
+from zfun.recipes._start import first_values
+from zfun.recipes._state import StepInfo, Zero, ZeroState
+from zfun.recipes._update import scale_of, split, takes_terms, updated
+from zfun.transforms import (
+    GradientFunction,
+    MicroBatches,
+    Pullback,
+    Tape,
+    WeightedMean,
+    accumulate,
+    scale_loss,
+    split_batch,
+    unshard,
+    vjp,
+)
+from zfun.transforms.buffers import place_buffers, running
+from zfun.transforms.optimizer.in_backward import UpdateHook, begin
+from zfun.typing import Gradient
+
+_Out = TypeVar("_Out")
+_Args = ParamSpec("_Args")
+
+# Gradient functions are kept for so many losses.
+_MAX_COMPOSED = 8
+
+
+class Loop:
+    """A recipe, and the values that it keeps between steps.
+
+    Attributes:
+        recipe: the options.
+        known: the kinds of states that were compared with the options.
+        hook: the update in backward of the step that runs now.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.known = KnownStates(recipe)
+        self.hook = UpdateHook()
+        # By the id of the loss: the loss, the frozen leaves, how far backward sums, the gradient.
+        self._composed: dict[int, tuple[Callable[..., Any], Flat | None, int, Gradient]] = {}
+
+    def functions(self) -> Zero[Any, Any]:
+        """Return the functions for a user."""
+        return Zero(
+            self._guarded(self.init),
+            self._guarded(self.step),
+            ops.uncompiled(self.params),
+            self._guarded(self.vjp),
+            self._guarded(self.update),
+            self._guarded(self.record),
+            self.recipe,
+        )
+
+    def init(self, params: tree.Tree, *, init: str = "check") -> ZeroState:
+        """Return the first state."""
+        if init not in ("check", "broadcast"):
+            raise OptionError(
+                f"init must be 'check' or 'broadcast'; got {init!r}; 'broadcast' takes rank 0's "
+                "values"
+            )
+        recipe = self.recipe
+        check_order(recipe.order, params)
+        params = whole_tree(params)
+        check_same_options(recipe, params)
+        written, params = split(params, recipe.buffers)
+        trained, frozen, opt_state = first_values(recipe, params, init)
+        self.known.made(trained, frozen)
+        return ZeroState(
+            trained,
+            frozen,
+            opt_state,
+            step=0,
+            num_skipped=0,
+            loss_scale=None if recipe.scaler is None else recipe.scaler.init(),
+            buffers=place_buffers(written, recipe.group, recipe.buffers, init),
+        )
+
+    def step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
+        """Take a step."""
+        recipe, hook = self.recipe, self.hook
+        self._check(state)
+        check_saves(recipe.group)
+        is_whole = recipe.num_micro_batches == 1
+        scale, terms = scale_of(state), takes_terms(recipe, state)
+        hook.left.clear()
+        vg = self._gradient(recipe.loss_fn, state)
+        vg = vg if scale == 1.0 else scale_loss(vg, scale)
+        vg = vg if is_whole else accumulate(vg, recipe.num_micro_batches)
+        hook.update = begin(
+            recipe.rule,
+            state.opt_state,
+            state.params,
+            donate=recipe.donate,
+            in_backward=recipe.stage >= 2 and not terms and is_whole and scale == 1.0,
+            stores_grads=recipe.offload.grads is not None,
+            missed=state.missed.counts if recipe.leaves_out else {},
+        )
+        begun = hook.update
+        if is_whole and isinstance(batch, MicroBatches):
+            batch = split_batch(batch, 1)[0]
+        try:
+            with running(state.buffers) as left:
+                value, grads = vg(state.params, batch)
+        finally:
+            hook.update = None
+        loss, aux = value if type(value) is tuple else (value, None)
+        loss = loss.mean if isinstance(loss, WeightedMean) else loss
+        return updated(recipe, state, grads, loss, left(), aux, begun, spends=True)
+
+    def params(
+        self, state: ZeroState, select: Callable[[str, Tensor], bool] | None = None
+    ) -> tree.Tree:
+        """Return the whole parameters, or some of them."""
+        check_is_state(state)
+        parts = (state.params, state.frozen, state.buffers)
+        return tree.combine(*(unshard(part, select) for part in parts if part is not None))
+
+    def vjp(
+        self, fn: Callable[..., Any], state: ZeroState, batch: Any, buffers: Flat | None = None
+    ) -> tuple[Any, Pullback, Flat | None]:
+        """Run the first half of a step."""
+        self._check(state)
+        check_is_flat("buffers", buffers, "the buffers that vjp() returned", optional=True)
+        vg = self._gradient(fn, state)
+        with running(state.buffers if buffers is None else buffers) as left:
+            out, pullback = vjp(vg, state.params, batch)
+        return out, pullback, left()
+
+    def update(
+        self, state: ZeroState, grads: Flat, loss: Tensor, buffers: Flat | None = None
+    ) -> tuple[ZeroState, StepInfo]:
+        """Run the second half of a step."""
+        check_is_state(state)
+        check_is_flat("grads", grads, "the gradients that a pullback returned")
+        check_is_flat("buffers", buffers, "the buffers that vjp() returned", optional=True)
+        self._check(state)
+        check_saves(self.recipe.group)
+        return updated(self.recipe, state, grads, loss, buffers, None)
+
+    def record(self, fn: Callable[..., Any], state: ZeroState, batch: Any) -> tuple[Any, Tape]:
+        """Run the first half of a step, and let the caller run backward."""
+        self._check(state)
+        vg = self._gradient(fn, state)
+        assert isinstance(vg, GradientFunction)
+        return vg.record(state.params, batch)
+
+    def _check(self, state: ZeroState) -> None:
+        check_is_state(state)
+        self.known.check(state)
+
+    def _gradient(self, fn: Callable[..., Any], state: ZeroState) -> Gradient:
+        """Return the gradient of a loss: the last one, which remembers the order of use."""
+        summed = 1 if takes_terms(self.recipe, state) else self.recipe.stage
+        before = self._composed.pop(id(fn), None)
+        if before is None or before[1] is not state.frozen or before[2] != summed:
+            vg = gradient_of(self.recipe, fn, state.frozen, summed, self.hook)
+            before = (fn, state.frozen, summed, vg)
+        self._composed[id(fn)] = before
+        if len(self._composed) > _MAX_COMPOSED:
+            del self._composed[next(iter(self._composed))]
+        return before[3]
+
+    def _guarded(self, method: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
+        """Run a method outside of transforms, and give rank and step to its errors."""
+        group = self.recipe.group
+
+        @functools.wraps(method)
+        def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Out:
+            try:
+                with stores.locating(rank=global_ranks(group)[group.rank]):
+                    refuse_transforms()
+                    return method(*args, **kwargs)
+            except ZfunError as error:
+                state = next((x for x in args if isinstance(x, ZeroState)), None)
+                if error.step is None and state is not None:
+                    error.step = state.step
+                    error.add_note(f"in step {state.step}")
+                raise
+
+        return ops.uncompiled(run)
