@@ -524,6 +524,7 @@ case("process_group", lambda g: {}, lambda g, made: (made.rank, made.size))
 case("record", lambda g: {"group": g}, lambda g, made: made.size, 2)
 case("simulate", lambda g: {"n": 2, "fn": lambda group: group.rank, "args": ()})
 case("split", lambda g: {"group": g, "inner": 2}, lambda g, made: made.inner.size, 2)
+case("mesh", lambda g: {"group": g, "dp": 2}, lambda g, made: made["dp"].size, 2)
 case("collectives.Mesh", lambda g: {"inner": g, "outer": co.single_group()}, lambda g, m: m.size, 2)
 case("collectives.Workers", lambda g: {"n": 2}, lambda g, made: None)
 case("collectives.abstract_group", lambda g: {"size": 2}, lambda g, m: (m.rank, m.size))
@@ -531,7 +532,8 @@ case("collectives.single_group", lambda g: {}, lambda g, m: m.size)
 case("collectives.checked", lambda g: {"group": g}, lambda g, m: co.barrier(m), 2)
 for name in ("axis_of", "global_ranks", "is_checked", "is_symmetric", "barrier"):
     case(f"collectives.{name}", lambda g: {"group": g}, lambda g, x: repr(x), 2)
-case("collectives.sum_group", lambda g: {"group": g}, lambda g, m: m.size, 2)
+for name in ("sum_group", "agreement_group"):
+    case(f"collectives.{name}", lambda g: {"group": g}, lambda g, m: m.size, 2)
 case("collectives.check_shardable", lambda g: {"group": g, "what": "x"}, same, 2)
 case(
     "collectives.allocate",

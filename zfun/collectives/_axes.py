@@ -125,12 +125,7 @@ def chained(
 ) -> Hops:
     """Yield hops, each over the result of the last one.
 
-    Args:
-        call: gives name, part and stream.
-        hops: from :func:`hops_of`.
-        x: the input.
-        out: where the result goes.
-        owned: whether the hops may overwrite ``x``.
+    The result goes into ``out``; ``owned`` says that the hops may overwrite ``x``.
     """
     for index, (axis, op) in enumerate(hops):
         later = hops[index + 1 :]

@@ -45,7 +45,7 @@ def mesh(group: Group, **sizes: int) -> NamedMesh:
     if not sizes:
         raise OptionError("mesh() names at least one axis; got none; write zf.mesh(group, dp=-1)")
     for name, size in sizes.items():
-        if not integer(1).accepts(size) and size != -1:
+        if not integer(-1).accepts(size) or size == 0:
             raise OptionError(
                 f"the size of axis {name!r} must be an integer of at least 1, or -1 for the rest; "
                 f"got {shown(size)}; write {name}=2"
@@ -92,7 +92,7 @@ def split(group: Group, inner: int) -> Mesh:
             divided.
 
     Example:
-        >>> import zfun as zf
+        >>> import torch, zfun as zf
         >>> def main(group):
         ...     mesh = zf.split(group, inner=2)
         ...     params = zf.shard({"w": torch.ones(128)}, mesh.inner)

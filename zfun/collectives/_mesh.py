@@ -89,7 +89,7 @@ class NamedMesh:
                 stands after one of the others.
 
         Example:
-            >>> import zfun as zf
+            >>> import torch, zfun as zf
             >>> def main(group):
             ...     hybrid = zf.mesh(group, rep=2, dp=3).group("dp", replicate="rep")
             ...     params = zf.shard({"w": torch.ones(96)}, hybrid)

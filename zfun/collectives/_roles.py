@@ -44,10 +44,17 @@ def sum_group(group: Group) -> Group:
     return group.sums if isinstance(group, Part) else group
 
 
+@takes(group=GROUP)
 def agreement_group(group: Group) -> Group:
-    """Return the ranks that must agree: on parameters, on skipped steps, on orders.
+    """Return the ranks that must agree: on parameters, on skipped steps, on the order of buckets.
 
-    These are the ranks that sum. Axes that cut leaves of one value will join them here.
+    These are the ranks that sum. Axes that cut leaves of one value join them here.
+
+    Args:
+        group: any group, over which values are cut.
+
+    Returns:
+        The group itself, or all axes where values over ``group`` are repeated along others.
 
     Example:
         >>> from zfun.collectives import abstract_group, split

@@ -132,7 +132,10 @@ MESH = zf.mesh(abstract_group(8), a=2, b=2, c=2)
         (lambda: zf.mesh(abstract_group(8), a=-1, b=3), r"got a=-1 x b=3 for 8 ranks"),
         (lambda: zf.mesh(abstract_group(8), a=-1, b=-1), r"of which one may be -1; got a=-1 x b"),
         (lambda: zf.mesh(abstract_group(8)), r"at least one axis; got none; write zf\.mesh\(group"),
-        (lambda: zf.mesh(abstract_group(8), a="2"), r"size of axis 'a' must be .*; got '2'; write"),
+        (
+            lambda: zf.mesh(abstract_group(8), a="2"),  # type: ignore[arg-type]
+            r"size of axis 'a' must be .*; got '2'; write a=2",
+        ),
         (lambda: zf.mesh(abstract_group(8), a=0), r"size of axis 'a' must be .*; got 0; write a=2"),
         (lambda: zf.mesh(MESH["a"], x=2), r"mesh\(\) takes a group without axes; got <a axis"),
         (lambda: zf.split(MESH["a", "b"], 2), r"split\(\) takes a group without axes; got <mesh"),
