@@ -62,7 +62,7 @@ def _run(
     size: int, program: list[str], timeout_s: float = 150.0
 ) -> subprocess.CompletedProcess[str]:
     assert MPIRUN is not None
-    return subprocess.run(
+    process = subprocess.Popen(
         [MPIRUN, "-n", str(size), sys.executable, *program],
         env={
             **os.environ,
@@ -73,11 +73,17 @@ def _run(
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
     )
+    try:
+        texts = process.communicate(timeout=timeout_s)
+    finally:
+        # The launcher ends its ranks.
+        process.terminate()
+        process.wait(10.0)
+    return subprocess.CompletedProcess(process.args, process.returncode, *texts)
 
 
 @functools.cache
