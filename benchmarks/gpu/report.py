@@ -160,7 +160,7 @@ class Outcome:
 
 
 def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     figures = folder / "figures.json"
     command = [
         sys.executable,

@@ -37,6 +37,8 @@ MPIRUN = shutil.which(
 needs_mpi = [
     pytest.mark.processes,
     pytest.mark.timeout(170),
+    # torch warns at the first import of the formulas for forward-mode derivatives.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
     pytest.mark.skipif(
         MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
         reason="needs mpirun and mpi4py, as from pip install mpi4py mpich",
