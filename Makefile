@@ -10,12 +10,13 @@
 #   make bench     a training step beside DDP and FSDP2 on two local ranks
 #   make bench-deepspeed    the same beside DeepSpeed, in an environment of its own; it compiles C++, so the first run takes minutes
 #   make bench-facade       one DeepSpeed script with DeepSpeed and with zfun's names for it, in the same environment
-#   make gpu       tests, kernels, steps and waits on one GPU in at most 8 minutes, and a page of results; PYTHON runs everything
-#                  as it is, nothing is installed
+#   make gpu       tests, kernels, steps and waits on one GPU in at most 8 minutes, and a page of results; on a box with Python and
+#                  a driver it makes an environment of its own first. If PYTHON or .venv has all that is needed, nothing is
+#                  installed
 #   make clean     remove the environments and what was built
 #
 # Variables, each with a default:
-#   PYTHON        the interpreter that makes the environment, and that `make gpu` runs in: python3, 3.11 or newer
+#   PYTHON        the interpreter that makes the environment: python3, 3.11 or newer
 #   VENV          where the environment stands: .venv
 #   TORCH         the torch to install: torch==2.13.0
 #   TORCH_FLAGS   more flags for pip when it installs torch: none. On Linux, pip's default torch brings the CUDA libraries
@@ -41,6 +42,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEEPSPEED_VENV := $(VENV)-deepspeed
 DEEPSPEED_PIP := $(DEEPSPEED_VENV)/bin/python -m pip --disable-pip-version-check
+GPU_VENV := $(VENV)-gpu
+GPU_PIP := $(GPU_VENV)/bin/python -m pip --disable-pip-version-check
 CODE := benchmarks conftest.py docs examples hatch_build.py notebooks tests tools zfun
 
 # A test in one process keeps one core busy, so such tests run side by side, a file in one process.
@@ -97,11 +100,25 @@ bench-deepspeed: $(DEEPSPEED_VENV)/.made
 bench-facade: $(DEEPSPEED_VENV)/.made
 	PATH="$(abspath $(DEEPSPEED_VENV))/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python benchmarks/deepspeed_facade.py $(BENCH_FLAGS)
 
+# An environment that has all of this is used as it is; a box without network can have no other.
+has_gpu_packages = command -v $(1) >/dev/null && $(1) -c 'import hypothesis, numba, optree, pytest, torch, xxhash' 2>/dev/null
+
 gpu:
-	@$(PYTHON) benchmarks/gpu/report.py $(GPU_FLAGS)
+	@if $(call has_gpu_packages,$(BIN)/python); then python=$(BIN)/python; \
+	elif $(call has_gpu_packages,$(PYTHON)); then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory $(GPU_VENV)/.gpu && python=$(GPU_VENV)/bin/python; fi && \
+	$$python benchmarks/gpu/report.py $(GPU_FLAGS)
+
+# pip's default torch on Linux has the CUDA libraries and Triton.
+$(GPU_VENV)/.gpu: pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_PIP) install --quiet --upgrade "pip>=25.1"
+	$(GPU_PIP) install $(TORCH_FLAGS) "$(TORCH)"
+	$(GPU_PIP) install --quiet --editable . --group gpu
+	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks hf-trainer zfun-demo zfun-io
+	rm -rf $(VENV) $(DEEPSPEED_VENV) $(GPU_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks hf-trainer zfun-demo zfun-io
 
 # torch comes first and alone, so that what else is installed takes the build chosen here.
 $(VENV)/.base: pyproject.toml

@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in at most 8 minutes, and one page of results: tests, kernels,
 steps, waits for the device.
 
-    make gpu PYTHON=python                             # in an environment with torch for CUDA
+    make gpu                       # makes an environment, unless there is one with all it needs
     python benchmarks/gpu/report.py --only kernels waits
     python benchmarks/gpu/report.py --device cpu --dry-run    # the same in small, on the CPU
 
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def tests_command() -> list[str]:
         if importlib.util.find_spec("pytest_timeout")
         else ["-o", "addopts=", "-o", "filterwarnings=default"]
     )
-    return ["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider", *lenient, "tests"]
+    return ["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider", *lenient, "tests/gpu"]
 
 
 STEP, CPU = ["benchmarks/gpu/step.py", "--json", "{json}"], ["--device", "cpu"]
@@ -159,8 +160,8 @@ class Outcome:
 
 
 def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
+    folder.mkdir(exist_ok=True)
     figures = folder / "figures.json"
-    figures.unlink(missing_ok=True)
     command = [
         sys.executable,
         *(str(figures) if word == "{json}" else word for word in part.command),
@@ -172,7 +173,6 @@ def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
         "ZFUN_TESTS": "all",
     }
     began = time.monotonic()
-    print(f"# {part.title}", flush=True)
     # In a new session, so that the processes which a part starts end with that part.
     process = subprocess.Popen(
         command,
@@ -192,7 +192,7 @@ def run(part: Part, folder: Path, *, dry_run: bool) -> Outcome:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         failure = f"not done after {part.seconds} s"
-    print(output, flush=True)
+    print(f"# {part.title}\n{output}", flush=True)
     if failure:
         last = "\n".join(output.strip().splitlines()[-12:])
         failure = f"{failure}:\n\n```\n{last}\n```"
@@ -275,17 +275,23 @@ def main() -> int:
     dry_run = args.dry_run or args.device == "cpu"
     if not dry_run and not torch.cuda.is_available():
         print(
-            f"make gpu needs a CUDA device; torch {torch.__version__} finds none here. Name an "
-            "environment that has torch for CUDA, numba, optree, pytest and hypothesis: make gpu "
-            "PYTHON=/path/to/python",
+            f"make gpu needs a CUDA device; torch {torch.__version__} finds none here. If it is a "
+            "torch for the CPU, name an environment with one for CUDA, numba, optree, xxhash, "
+            "pytest and hypothesis: make gpu PYTHON=/path/to/python",
             file=sys.stderr,
         )
         return 2
     outcomes = {}
     to = args.write or (None if dry_run else PAGE)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.only:
-            outcomes[name] = run(PARTS[name], Path(folder), dry_run=dry_run)
+    # Parts share a GPU one after the other; a dry run measures nothing.
+    workers = os.cpu_count() if dry_run else 1
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        under_way = {
+            name: pool.submit(run, PARTS[name], Path(folder) / name, dry_run=dry_run)
+            for name in args.only
+        }
+        for name, outcome in under_way.items():
+            outcomes[name] = outcome.result()
             if to:  # after each part, so that a run which is cut short leaves a page
                 to.write_text(page("cpu" if dry_run else "cuda", outcomes), encoding="utf-8")
     if to:

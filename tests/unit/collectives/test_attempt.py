@@ -65,7 +65,7 @@ def test_a_rank_sends_few_requests_in_a_large_group(monkeypatch: pytest.MonkeyPa
 
 
 def test_tokens_of_ended_ranks_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
+    store: Any = dist.HashStore()
     store.append("tokens", "0123456789abcdef\n")
     _meet(store, 3, monkeypatch)
 

@@ -439,7 +439,7 @@ def test_stream_threads_and_gloo_threads_run_under_sched_batch() -> None:
     thread.close()
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
-    group = _gloo(dist.HashStore(), 0, 1, 10.0)
+    group = _gloo(dist.HashStore(), 0, range(1), 10.0)
     own = [int(task.name) for task in set(tasks.iterdir()) - before]
     assert own
     assert {*map(os.sched_getscheduler, own), *found} == {os.SCHED_BATCH}

@@ -17,20 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from zfun.collectives._debug import checked
 from zfun.collectives._group import Group
 from zfun.collectives._ops import Stream
-from zfun.collectives.backends._attempt import attempt_store, holder_of_store, never_came, try_for
+from zfun.collectives.backends._attempt import attempt_store, holder_of_store
 from zfun.collectives.backends._base import ProcessGroup, keep_until_exit
 from zfun.collectives.backends._local import single_group
+from zfun.collectives.backends._mpi import MpiMessages, runs_over_mpi
 from zfun.collectives.backends._nccl import NativeGroup, errors_left_to_zfun, torch_timeout
 from zfun.collectives.gloo._group import ExchangeGroup, HostsGroup
 from zfun.collectives.gloo._tuning import batch_scheduling, short_send_buffers
+from zfun.collectives.launch._environment import launched, launcher_store, number
 from zfun.collectives.launch._together import make_together
 from zfun.collectives.shm._group import SharedGroup
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.collectives.shm._rendezvous import exchange_texts, host_name, rendezvous
-from zfun.errors import OptionError, PeerLost
+from zfun.errors import OptionError
 from zfun.options import BOOL, SECONDS, TEXT, Kind, takes
 
 _Hook: TypeAlias = Callable[..., Any]
+# Connects the ranks of a group: the store, this rank, the numbers of all ranks, the timeout.
+_Connect: TypeAlias = Callable[[dist.Store, int, Sequence[int], float], Any]
 
 
 def _is_torch_group(x: object) -> bool:
@@ -59,26 +63,29 @@ def process_group(
     shared_memory: bool | None = None,
     debug: bool = False,
 ) -> Group:
-    """Return the ranks of a launcher such as torchrun as a group, or one rank without a launcher.
+    """Return the ranks of a launcher as a group, or one rank without a launcher.
+
+    Launchers are torchrun, those of MPI such as ``mpirun``, and Slurm's ``srun``.
 
     A collective that does not complete raises :class:`~zfun.errors.PeerLost` within ``timeout_s``,
     with the error of the failed rank if that rank could still publish the error. The end of a
     ``with`` block, :meth:`Group.close` and the exit of the process release the connections.
 
-    Over gloo and mpi every collective is a direct exchange with sums in rank order, bitwise equal
-    to ``simulate``. Gloo ranks of one host use shared memory instead, with the same bits. On
-    several hosts, with ranks numbered host by host and equally many on each, data moves through
-    shared memory inside a host and through messages between hosts. Over nccl the collectives are
-    native, with one communicator per stream, and sums are in nccl's order.
+    Over gloo and MPI every collective is a direct exchange with sums in rank order, bitwise equal
+    to ``simulate``. MPI takes the place of gloo where a launcher of MPI starts the ranks and
+    ``mpi4py`` is installed (the extra ``mpi``). CPU ranks of one host use shared memory instead,
+    with the same bits. On several hosts, with ranks numbered host by host and equally many on each,
+    data moves through shared memory inside a host and through messages between hosts. Over nccl the
+    collectives are native, with one communicator per stream, and sums are in nccl's order.
 
     Args:
         group: a torch process group or a mesh; None means all ranks, and initialises
             ``torch.distributed`` from the launcher's environment if necessary.
         axis: the axis of the mesh, needed if the mesh has several.
         timeout_s: how long a collective may take, in seconds.
-        shared_memory: whether gloo ranks exchange data through shared memory. None: on each host
+        shared_memory: whether CPU ranks exchange data through shared memory. None: on each host
             where the ranks can (Linux on x86-64; the memory is anonymous, so the system frees the
-            memory with the last process). True: raise if the ranks cannot. False: over gloo. All
+            memory with the last process). True: raise if the ranks cannot. False: by messages. All
             ranks pass the same value.
         debug: compare the ranks before every collective (see :func:`checked`).
 
@@ -105,8 +112,12 @@ def process_group(
     on_close: Callable[[], None] | None = None
     if group is None:
         if not dist.is_initialized():
-            if not _launched():
+            if not launched():
                 return single_group()
+            size = number("WORLD_SIZE")
+            if size > 1 and not _has_devices(size) and runs_over_mpi(number("RANK"), size):
+                made = _over_mpi(timeout_s, shared_memory)
+                return checked(made) if debug else made
             on_close = _init_from_launcher(timeout_s)
         group = dist.group.WORLD
     rank = dist.get_rank(group)
@@ -142,7 +153,9 @@ def _made(
     store = attempt_store(group.get_group_store(), rank, size, timeout_s)
     backends = dist.get_backend_config(group)
     if "nccl" not in backends and "gloo" in backends:
-        return _made_over_gloo(store, rank, range(size), timeout_s, shared_memory, on_close, holder)
+        return _made_over_messages(
+            _gloo, store, rank, range(size), timeout_s, shared_memory, on_close, holder
+        )
     if shared_memory:
         raise _no_shared_memory(
             f"this is for gloo on the CPU, and the backend is {dist.get_backend(group)}"
@@ -152,7 +165,8 @@ def _made(
     )
 
 
-def _made_over_gloo(
+def _made_over_messages(
+    connect: _Connect,
     store: dist.Store,
     rank: int,
     numbers: Sequence[int],
@@ -162,17 +176,23 @@ def _made_over_gloo(
     holder: int | None,
 ) -> ProcessGroup:
     size = len(numbers)
-    make = functools.partial(_transport, store, rank, size, timeout_s, shared_memory)
+    messages = functools.partial(connect, dist.PrefixStore("gloo", store), rank, numbers, timeout_s)
+    make = functools.partial(_transport, store, rank, size, timeout_s, shared_memory, messages)
     kind, *transport = make_together(store, rank, numbers, timeout_s, make, holder)
     made = kind(*transport, store, rank, size, timeout_s, on_close, numbers, holder)
-    made.make_part = lambda store, rank, numbers: _made_over_gloo(
-        store, rank, numbers, timeout_s, shared_memory, None, holder
+    made.make_part = lambda store, rank, numbers: _made_over_messages(
+        connect, store, rank, numbers, timeout_s, shared_memory, None, holder
     )
     return made
 
 
 def _transport(
-    store: dist.Store, rank: int, size: int, timeout_s: float, shared_memory: bool | None
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    shared_memory: bool | None,
+    messages: Callable[[], Any],
 ) -> tuple[Any, ...]:
     """Return the kind of group that the ranks can have, and the connections of this rank."""
     memory = rendezvous(store, rank, size, timeout_s, shared_memory)
@@ -180,25 +200,25 @@ def _transport(
         raise _no_shared_memory(memory)
     # Gloo has a thread that wakes up a hundred times a second in the middle of the computation,
     # with or without messages.
-    gloo = (
-        _gloo(dist.PrefixStore("gloo", store), rank, size, timeout_s)
-        if isinstance(memory, str)
-        else None
-    )
+    connections = messages() if isinstance(memory, str) else None
     if not isinstance(memory, str):
         return SharedGroup, memory, None
     if (
         "on different hosts" in memory
         and (rows := _rows(dist.PrefixStore("rows", store), rank, size, timeout_s)) is not None
     ):
-        return HostsGroup, rows, gloo
-    return ExchangeGroup, gloo
+        return HostsGroup, rows, connections
+    return ExchangeGroup, connections
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+def _gloo(store: dist.Store, rank: int, numbers: Sequence[int], timeout_s: float) -> Any:
     """Make an unregistered instance of gloo with own connections, tags and timeout."""
     with batch_scheduling(), short_send_buffers():
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        return dist.ProcessGroupGloo(store, rank, len(numbers), timedelta(seconds=timeout_s))
+
+
+def _mpi(store: dist.Store, rank: int, numbers: Sequence[int], timeout_s: float) -> Any:
+    return MpiMessages(numbers)
 
 
 def _rows(
@@ -260,32 +280,39 @@ def _mesh_axis(mesh: DeviceMesh, axis: str | None) -> dist.ProcessGroup:
     return mesh.get_group(axis)
 
 
-def _launched() -> bool:
-    present = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if len(present) == 1:
-        raise OptionError(
-            f"a launcher sets RANK and WORLD_SIZE; got only {present[0]}; start the program with "
-            "torchrun"
-        )
-    return bool(present)
-
-
-def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
-    """Initialise ``torch.distributed``; return the function that takes that back."""
-    before = sys.excepthook
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    local_ranks = _number("LOCAL_WORLD_SIZE", size)
+def _met(timeout_s: float) -> tuple[int, int, int | None, dist.Store]:
+    """Return rank, size, the rank that holds the store, and the store, when all ranks are there."""
+    rank, size = number("RANK"), number("WORLD_SIZE")
     if rank >= size:
         raise OptionError(
             f"RANK must be less than WORLD_SIZE; got {rank} and {size}; start the program with "
             "torchrun"
         )
     holder = holder_of_store(range(size))
-    store = _launcher_store(rank, timeout_s, holder)
-    store = attempt_store(store, rank, size, timeout_s)
+    store = launcher_store(rank, timeout_s, holder)
+    return rank, size, holder, attempt_store(store, rank, size, timeout_s)
+
+
+def _has_devices(size: int) -> bool:
+    """Whether each rank of this host has a GPU."""
+    local_ranks = number("LOCAL_WORLD_SIZE", size)
+    return torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+
+
+def _over_mpi(timeout_s: float, shared_memory: bool | None) -> Group:
+    rank, size, holder, store = _met(timeout_s)
+    return _made_over_messages(
+        _mpi, store, rank, range(size), timeout_s, shared_memory, None, holder
+    )
+
+
+def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
+    """Initialise ``torch.distributed``; return the function that takes that back."""
+    before = sys.excepthook
+    rank, size, holder, store = _met(timeout_s)
     start = functools.partial(dist.init_process_group, store=store, rank=rank, world_size=size)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
-        device = torch.device("cuda", _number("LOCAL_RANK", rank))
+    if _has_devices(size):
+        device = torch.device("cuda", number("LOCAL_RANK", rank))
         torch.cuda.set_device(device)
         with errors_left_to_zfun():
             start("nccl", timeout=torch_timeout(timeout_s), device_id=device)
@@ -293,53 +320,6 @@ def _init_from_launcher(timeout_s: float) -> Callable[[], None]:
         begin = functools.partial(start, "gloo", timeout=timedelta(seconds=timeout_s))
         make_together(store, rank, range(size), timeout_s, begin, holder)
     return functools.partial(_shut_down_torch, os.getpid(), before, sys.excepthook)
-
-
-def _number(name: str, default: int | None = None) -> int:
-    """Return a variable of the environment that a launcher sets to a number."""
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise OptionError(
-            f"a launcher sets {name} to a number; got {text!r}; start the program with torchrun"
-        )
-    return int(text)
-
-
-def _launcher_store(rank: int, timeout_s: float, holder: int | None) -> dist.Store:
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():
-        raise OptionError(
-            f"a launcher sets MASTER_ADDR, and MASTER_PORT to a number; got {host!r} and {port!r}; "
-            "start the program with torchrun"
-        )
-    opened: list[dist.Store] = []
-
-    def open_store() -> None:
-        opened.append(
-            dist.TCPStore(
-                host,
-                int(port),
-                is_master=rank == holder,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        )
-
-    if holder is not None and rank != holder:
-        # A store in a stopped process never answers.
-        if not try_for(timeout_s + 1.0, open_store):
-            raise never_came([holder], rank, timeout_s)
-        return opened[0]
-    try:
-        open_store()
-    except RuntimeError as error:
-        raise PeerLost(
-            f"the ranks meet in a store at {host}:{port}; rank {rank} cannot use this address: "
-            f"{error}; choose another MASTER_PORT",
-            rank=rank,
-        ) from error
-    return opened[0]
 
 
 def _shut_down_torch(process: int, before: _Hook, hook: _Hook) -> None:
