@@ -274,7 +274,7 @@ class _Copies:
                 return value.of_copy(self._replaced)
             if not (isinstance(value, tuple) and hasattr(value, "_make")):
                 return value
-            replace = _Copies._named_tuple
+            replace = _Copies._sequence
         done = self._done.get(id(value))
         if done is None:
             # A container that contains itself finds this entry, so the search ends.
@@ -287,15 +287,11 @@ class _Copies:
 
     def _sequence(self, value: Any) -> Any:
         new = self._all(value)
-        return type(value)(new) if any(map(_differ, new, value)) else value
-
-    def _named_tuple(self, value: Any) -> Any:
-        new = self._all(value)
-        return value._make(new) if any(map(_differ, new, value)) else value
-
-    def _deque(self, value: Any) -> Any:
-        new = self._all(value)
-        return deque(new, value.maxlen) if any(map(_differ, new, value)) else value
+        if not any(map(_differ, new, value)):
+            return value
+        if isinstance(value, deque):
+            return deque(new, value.maxlen)
+        return value._make(new) if hasattr(value, "_make") else type(value)(new)
 
     def _dict(self, value: Any) -> Any:
         new = self._all(value.values())
@@ -393,7 +389,7 @@ _REPLACE: dict[type, Callable[[_Copies, Any], Any]] = {
     dict: _Copies._dict,
     OrderedDict: _Copies._dict,
     defaultdict: _Copies._dict,
-    deque: _Copies._deque,
+    deque: _Copies._sequence,
     types.MethodType: _Copies._method,
     types.FunctionType: _Copies._function,
     functools.partial: _Copies._partial,

@@ -12,8 +12,8 @@ leaves and one buffer       ``_ravel``   ``_ravel``                    ``_ravel`
 the norm of a buffer        ``_norm``    ``_norm``                     ``_squares`` ``_squares``
 sums over ranks             ``_sums``    ``_sums``                     ``_sums``
 steps of optimizers         ``_steps``   ``_steps``, ``_rounding``     ``_steps``   ``_steps``
-signs                       ``_signs``   ``_signs``                    ``_codes``   ``_codes``
-few bits for a number       ``_blocks``  ``_blocks``                   ``_codes``   ``_codes``
+signs                       ``_signs``   ``_codes``                    ``_codes``   ``_codes``
+few bits for a number       ``_blocks``  ``_codes``                    ``_codes``   ``_codes``
 ==========================  ===========  ============================  ===========  ==========
 
 ``_table`` has the addresses of a bucket's leaves, ``_exact`` the constants that all exact norms

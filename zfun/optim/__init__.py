@@ -12,6 +12,7 @@ from zfun.optim._base import (
 from zfun.optim._base import PrepareInner as PrepareInner
 from zfun.optim._base import prepared as prepared
 from zfun.optim._chain import chain
+from zfun.optim._cycles import one_cycle, one_cycle_momentum
 from zfun.optim._hyperparams import (
     HyperparamsState,
     hyperparams,
@@ -42,8 +43,6 @@ from zfun.optim._schedules import (
     join,
     linear,
     lr_range_test,
-    one_cycle,
-    one_cycle_momentum,
     warmup,
     warmup_cosine,
     warmup_linear,

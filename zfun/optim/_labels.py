@@ -10,16 +10,8 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
-from zfun.optim._base import (
-    InitFn,
-    Optimizer,
-    State,
-    UpdateFn,
-    aligned,
-    as_optimizer,
-    check_trainable,
-    prepared,
-)
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, prepared
+from zfun.optim._rows import aligned, check_trainable
 from zfun.options import OF_LEAVES, instance, takes
 from zfun.tree import Tree
 

@@ -13,22 +13,10 @@ from zfun import ops, tree
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, leaf_spans
 from zfun.layout import LabelFn, layout_of
-from zfun.optim._base import (
-    Optimizer,
-    State,
-    aligned,
-    as_optimizer,
-    check_fields,
-    check_trainable,
-    flat_view,
-    itself,
-    of_update,
-    own,
-    remembered,
-    step_count,
-)
+from zfun.optim._base import Optimizer, State, as_optimizer, itself, of_update, remembered
 from zfun.optim._labels import by_label
 from zfun.optim._missed import sparing, sparing_apply
+from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, own, step_count
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like

@@ -15,15 +15,12 @@ from zfun.optim._base import (
     Optimizer,
     State,
     UpdateFn,
-    aligned,
     apply_updates,
     as_optimizer,
-    check_fields,
-    check_trainable,
-    own,
     prepared,
     remembered,
 )
+from zfun.optim._rows import aligned, check_fields, check_trainable, own
 from zfun.options import FLOATING, takes
 from zfun.tree import Tree
 

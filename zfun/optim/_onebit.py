@@ -27,17 +27,8 @@ from zfun import compression, ops, tree
 from zfun.errors import PlacementError
 from zfun.flat import Flat, local_shards
 from zfun.layout import Layout
-from zfun.optim._base import (
-    Optimizer,
-    State,
-    aligned,
-    check_fields,
-    check_trainable,
-    flat_view,
-    own,
-    remembered,
-    step_count,
-)
+from zfun.optim._base import Optimizer, State, remembered
+from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, own, step_count
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, Kernel, assemble, elementwise, no_steps, zeros_like

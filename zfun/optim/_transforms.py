@@ -19,16 +19,13 @@ from zfun.optim._base import (
     Optimizer,
     State,
     UpdateFn,
-    aligned,
     as_optimizer,
-    check_fields,
-    flat_view,
     of_update,
     optimizer,
     remembered,
-    step_count,
 )
 from zfun.optim._labels import by_label
+from zfun.optim._rows import aligned, check_fields, flat_view, step_count
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState
 from zfun.optim._schedules import FINITE, Schedule, decay_at, rate_at, value_at
 from zfun.optim._stepping import Kernel, elementwise, no_steps

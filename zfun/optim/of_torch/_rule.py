@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zfun import tree
 from zfun.errors import LeafError, NotElementwiseError, OptionError, SpecMismatch
 from zfun.flat import Flat, padding_spans
-from zfun.optim._base import State, aligned, check_fields, check_trainable, flat_view, step_count
+from zfun.optim._base import State
 from zfun.optim._missed import StepRun, runs_of
+from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, step_count
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
 from zfun.optim.of_torch._probe import Kept, as_kind, as_tensor

@@ -34,8 +34,7 @@ from zfun.optim import Optimizer, as_optimizer
 from zfun.options import takes
 from zfun.placement import P, R, S
 from zfun.transforms._notes import noting
-from zfun.transforms.optimizer._agree import agree, can_fail
-from zfun.transforms.optimizer._placing import layout_for, lift, lower
+from zfun.transforms.optimizer._placing import agree, can_fail, layout_for, lift, lower
 from zfun.transforms.optimizer._probe import check_padding, probe
 from zfun.transforms.optimizer._stream import StreamedUpdate, streamed
 from zfun.transforms.values._redistribute import redistribute

@@ -1,4 +1,4 @@
-"""The placement changes of an update, before and after the optimizer.
+"""The placement changes of an update, before and after the optimizer; agreement on stores.
 
 [Note: the update]
 Down: parameters and gradients go to the placement, the group and the layout in which the optimizer
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group, sum_group
+from zfun.collectives import Group, gather_values, sum_group
 from zfun.flat import Flat, change_layout, check_same_layout, ravel
 from zfun.layout import Layout, split_by_label
 from zfun.optim import Optimizer
 from zfun.placement import Placement, S
+from zfun.stores import Stored
 from zfun.transforms.values._redistribute import redistribute
 
 
@@ -131,3 +133,21 @@ def lift(new: Flat, params: Flat, into: Flat | None = None) -> Flat:
 
 def _put_like(new: Tensor, old: object) -> object:
     return old.store.put(new, old.name) if isinstance(old, stores.Stored) else new
+
+
+def can_fail(value: tree.Tree) -> bool:
+    """Whether a store of a tensor in a tree may fail."""
+    return any(isinstance(leaf, Stored) and leaf.can_fail for leaf in tree.leaves(value))
+
+
+def agree(value: tree.Tree, like: Flat) -> None:
+    """Wait until the stores of all ranks keep the new values in a tree."""
+    stores.flush(value)
+    await_ranks(value, like)
+
+
+def await_ranks(value: tree.Tree, like: Flat) -> None:
+    """Wait until all ranks are here, if a store of a tensor in a tree may fail on one of them."""
+    if can_fail(value):
+        # No rank gives up the old state before the stores of all ranks keep the new one.
+        gather_values(torch.zeros(1, device=like.layout.device), like.group, "offload")

@@ -21,9 +21,8 @@ from zfun.placement import Placement
 from zfun.reductions import Spent
 from zfun.stores import Stored
 from zfun.transforms._notes import noting_steps
-from zfun.transforms.optimizer._agree import await_ranks, can_fail
 from zfun.transforms.optimizer._cut import CutState, cut_state
-from zfun.transforms.optimizer._placing import deliver, layout_for
+from zfun.transforms.optimizer._placing import await_ranks, can_fail, deliver, layout_for
 from zfun.transforms.optimizer._plan import UpdateKind, UpdatePlan, UpdateStep, plan_update
 from zfun.transforms.optimizer._probe import is_separable
 from zfun.transforms.values._redistribute import redistribute

@@ -18,8 +18,8 @@ from zfun.optim import Optimizer, PrepareInner
 from zfun.reductions import Spent
 from zfun.stores import Stored
 from zfun.transforms.call._hooks import Handle
-from zfun.transforms.optimizer._agree import can_fail
 from zfun.transforms.optimizer._cut import cut_state
+from zfun.transforms.optimizer._placing import can_fail
 from zfun.transforms.optimizer._stream import StreamedUpdate, streamed
 
 __all__ = ["UpdateHook", "begin"]

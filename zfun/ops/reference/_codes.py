@@ -1,4 +1,4 @@
-"""Numbers in few bits; see [Note: block codes]."""
+"""Signs, eight to the byte, and numbers in few bits; see [Note: block codes]."""
 
 from __future__ import annotations
 
@@ -52,3 +52,17 @@ def _parts(messages: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
     if messages.stride(0) % 4 or messages.storage_offset() % 4:  # no place for a float32
         messages = messages.clone(memory_format=torch.contiguous_format)
     return messages[:, :size].view(torch.float32), messages[:, size:]
+
+
+def pack_signs(x: Tensor) -> Tensor:
+    bits = (x >= 0).to(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    return (bits * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    positive = ((packed[..., None] >> places) & 1).flatten(-2)[..., :numel].bool()
+    column = scales[..., None]
+    return torch.where(positive, column, -column)
