@@ -14,11 +14,12 @@
 # %% [markdown]
 # # Four transforms, eight ranks
 #
-# ZeRO's stages are four pure functions in zfun. Each takes a loss, a gradient function or an
-# optimizer and returns one of the same type. This notebook applies the four one by one to a small
-# GPT on 8 simulated ranks, measures the bytes that each rank holds and sends, and compares these
-# with ZeRO's formulae. Finally the notebook checks that every composition gives the same
-# parameters, to the last bit.
+# In zfun, ZeRO's stages are four pure functions. Each takes a loss, a gradient function or an
+# optimizer and returns one of the same type. In this notebook you apply the four one by one to a
+# small GPT on 8 simulated ranks (a rank is one of the processes that train together), measure the
+# bytes that each rank holds and sends, and compare them with ZeRO's formulae. At the end you check
+# that every composition, that is, every choice of transforms, gives the same parameters, to the
+# last bit.
 
 # %%
 import hashlib
@@ -52,7 +53,7 @@ figures.plt.rcParams["figure.dpi"] = 150
 # The model is a byte-level GPT in plain PyTorch that contains no code for sharding. The training
 # text is the source of Python's standard library.
 #
-# `zf.simulate(8, fn)` calls `fn(group)` on 8 ranks, which are threads of this process. The ranks
+# `zf.simulate(8, fn)` calls `fn(group)` on 8 ranks, which are threads of this process. They can
 # share one module, because `zf.functional` passes parameters to a module and never changes it.
 
 # %%
@@ -70,7 +71,7 @@ print(
 #
 # The four `if`s are the whole difference between data parallelism and ZeRO-3 with offload.
 # `zf.record` wraps the group and records every collective. `held` counts the bytes of the buffers,
-# each storage once.
+# and counts each storage once.
 
 
 # %%
@@ -151,11 +152,11 @@ def train(group, transforms=(), num_steps=3):
 # ## The formulae
 #
 # With Ψ parameters in float32 and Adam, a rank holds 4Ψ bytes of parameters, 4Ψ of gradients and 8Ψ
-# of moments. (ZeRO's (2 + 2 + K)Ψ with K = 12 is the same count for half precision with float32
-# masters.) Each transform divides one of the three by the number of ranks N.
+# of moments (Adam's two averages). ZeRO's (2 + 2 + K)Ψ with K = 12 is the same count for half
+# precision with float32 masters. Each transform divides one of the three by the number of ranks N.
 #
 # In a step without `shard_params` a rank sends 2Ψ(N-1)/N elements: an all-reduce of gradients, or a
-# reduce-scatter of gradients and an all-gather of new parameters. With `shard_params` a rank sends
+# reduce-scatter of gradients and an all-gather of new parameters. With `shard_params` it sends
 # 3Ψ(N-1)/N elements, because the parameters are gathered twice, in forward and in backward.
 
 # %%
@@ -190,9 +191,9 @@ def sent_formula(psi, size, transforms):
 # %% [markdown]
 # ## Bytes held and sent
 #
-# Bars show measurements, black marks the formulae, where Ψ includes the padding. Both agree to the
-# byte. Offload moves the optimizer state to host memory (hatched) and changes neither the size of
-# the state nor the traffic between ranks.
+# Bars show measurements. Black marks show the formulae, where Ψ includes the padding. Both agree to
+# the byte. Offload moves the optimizer state to host memory (hatched). It changes neither the
+# state's size nor the traffic between ranks.
 
 # %%
 results = {}
@@ -208,12 +209,12 @@ _ = figures.memory_and_traffic(results)
 # %% [markdown]
 # ## The order of collectives
 #
-# This figure shows the same step as a sequence of collectives. Data parallelism and ZeRO-1 reduce
-# gradients after backward, bucket by bucket. ZeRO-2 reduces inside backward, last bucket first, so
-# whole gradients of all buckets never exist at once. ZeRO-3 gathers each bucket in forward and
-# again in backward, and gathers no new parameters at the end. ZeRO-3 gathers the last bucket twice
-# in a row, at the end of forward and at the start of backward, because no gathered bucket is kept
-# between the two.
+# This figure shows the collectives of the same step in order. The parameters lie in buckets, flat
+# buffers of some leaves each. Data parallelism and ZeRO-1 reduce gradients after backward, bucket
+# by bucket. ZeRO-2 reduces inside backward, last bucket first, so whole gradients of all buckets
+# never exist at once. ZeRO-3 gathers each bucket in forward and again in backward, and gathers no
+# new parameters at the end. It keeps no gathered bucket between forward and backward, so it gathers
+# the last bucket twice in a row: at the end of forward and at the start of backward.
 
 # %%
 _ = figures.timeline(
@@ -223,8 +224,8 @@ _ = figures.timeline(
 # %% [markdown]
 # ## Scaling
 #
-# Parts that a stage does not shard stay constant. Lines show the formulae for this model, points
-# the measurements on 1 to 16 simulated ranks. The points lie slightly above the lines because of
+# What a stage does not shard stays constant. Lines show the formulae for this model, points the
+# measurements on 1 to 16 simulated ranks. The points lie slightly above the lines because of
 # padding: each rank's piece of a bucket is a multiple of 32 elements.
 
 # %%
@@ -248,9 +249,9 @@ _ = figures.against_ranks(curves, points)
 # %% [markdown]
 # ## Equal bits
 #
-# The four transforms have 16 subsets, of which ZeRO's stages are four. All subsets give the same
-# loss and the same parameters, to the last bit, because sums over ranks are taken in rank order,
-# the mean in one place, and the optimizer works element by element.
+# You can combine the four transforms in 16 ways, of which ZeRO's stages are four. All 16 give the
+# same loss and the same parameters, to the last bit. There are three reasons: zfun adds over ranks
+# in rank order, takes the mean in one place, and the optimizer works element by element.
 
 # %%
 subsets = [
@@ -273,8 +274,8 @@ print(f"loss {loss!r}, parameters {digest[:16]}…")
 # %% [markdown]
 # ## One rank's view
 #
-# `zf.describe` lists the leaves of a value: the bucket of each leaf, the part that this rank holds,
-# and the bytes.
+# `zf.describe` lists a value's leaves: each leaf's bucket, the part of it that this rank holds, and
+# the bytes.
 
 # %%
 print(

@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Which stage? Memory, bytes and time
 #
-# Each stage of ZeRO divides one more part of the training state by the number of ranks, and stage
-# 3 pays with one more gather of the parameters. This notebook measures the trade on 8 simulated
-# ranks with a small model, and then plans the same step for a model of 1.6 billion parameters on
-# up to 1,024 ranks. A plan runs the real `init` and `step` on tensors without numbers, so the
-# measured and the planned step are the same code.
+# Each stage of ZeRO divides one more part of the training state by the number of ranks. Stage 3
+# pays for this with one more gather of the parameters. In this notebook you measure the trade on 8
+# simulated ranks with a small model. Then you plan the same step for a model of 1.6 billion
+# parameters on up to 1,024 ranks. A plan runs the real `init` and `step` on tensors without
+# numbers, so you measure and plan the same code.
 
 # %%
 import figures
@@ -36,7 +36,8 @@ STAGES = (0, 1, 2, 3)
 #
 # The model is a stack of two-layer networks with residual connections. `zf.remat` recomputes each
 # block in backward, so that a step keeps one activation for each block. Parameters, gathers and
-# computation are in bfloat16, master weights and moments in float32.
+# computation are in bfloat16. Master weights (wide copies of the parameters, which the optimizer
+# updates) and moments (Adam's two averages) are in float32.
 
 
 # %%
@@ -78,9 +79,9 @@ def recipe(stage, **options):
 # %% [markdown]
 # ## Measured on 8 simulated ranks
 #
-# `zf.record` lists every message of a real step. The bytes of parameters and of gradients are those
-# of the plan, for every stage, and the losses have the same bits. Stages 1 and 2 send half as many
-# bytes of parameters as stage 3, which gathers in forward and in backward.
+# `zf.record` lists every message of a real step. At every stage, the bytes of parameters and
+# gradients are those of the plan, and the losses have the same bits. Stages 1 and 2 send half as
+# many bytes of parameters as stage 3, which gathers in forward and in backward.
 
 # %%
 RANKS, BUCKET_BYTES = 8, 2**15
@@ -114,11 +115,11 @@ assert len(losses) == 1
 # %% [markdown]
 # ## Planned for 1.6 billion parameters
 #
-# The same functions with tensors of the `meta` device, which allocate nothing. A rank has 4
-# sequences of 1,024 tokens. Memory between steps falls with every stage: stages 1 and 2 divide the
+# Now the same functions run with tensors of the `meta` device, which allocate nothing. A rank has 4
+# sequences of 1,024 tokens. Memory between steps falls with the stage: stages 1 and 2 divide the
 # master weights and moments, and stage 3 divides the parameters too. The peak adds gradients,
-# gathered buckets, messages and activations. Stage 2 differs from stage 1 in the peak alone,
-# because stage 2 frees whole gradients during backward.
+# gathered buckets, messages and activations. Stage 2 differs from stage 1 only in the peak, because
+# it frees whole gradients during backward.
 
 # %%
 LARGE = parameters(3200, 19, 50_000, device="meta")
@@ -143,9 +144,9 @@ _ = figures.peaks({f"stage {stage}": plan.peak.device for stage, plan in plans.i
 # %% [markdown]
 # ## By number of ranks
 #
-# Memory between steps, per parameter, for 1 to 1,024 ranks: lines are the closed form of the ZeRO
-# paper without its gradients (2 + 12 bytes a parameter), points are plans. Stage 3 alone goes on
-# falling; stages 1 and 2 end at the 2 bytes of the whole parameters.
+# This figure shows the memory between steps, per parameter, for 1 to 1,024 ranks. Lines are the
+# ZeRO paper's closed form without its gradients (2 + 12 bytes a parameter), points are plans. Only
+# stage 3 goes on falling; stages 1 and 2 end at the 2 bytes of the whole parameters.
 
 # %%
 sizes = [1, 8, 64, 1024]
@@ -168,12 +169,12 @@ _ = figures.against_ranks(curves, points, made="planned")
 # %% [markdown]
 # ## Time
 #
-# With the rates of a machine, `zf.planner.compare` forecasts the seconds of a step: between
+# If you know a machine's rates, `zf.planner.compare` forecasts the seconds of a step: between
 # `at_least_s`, where computation and transfers overlap, and `at_most_s`, where nothing does. The
-# rates here are examples; `zfun hw-bench` measures those of your machine. At 400 GB/s, as between
-# the GPUs of one host, the traffic of every stage hides behind the computation. At 25 GB/s, as
-# between hosts, the network is the bottleneck with 4 sequences on a rank, and stage 3 takes a third
-# longer than stage 2, because stage 3 sends a third more.
+# rates here are examples; `zfun hw-bench` measures your machine's. At 400 GB/s, as between the GPUs
+# of one host, the traffic of every stage hides behind the computation. At 25 GB/s, as between
+# hosts, the network is the bottleneck with 4 sequences on a rank, and stage 3 takes a third longer
+# than stage 2, because it sends a third more.
 
 # %%
 for network in (400e9, 25e9):

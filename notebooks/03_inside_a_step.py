@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Inside a ZeRO-3 step
 #
-# At stage 3 a rank holds 1/N of every bucket of parameters. Before an operation can use a leaf, the
-# ranks gather the bucket; after the last use each rank frees the bucket; in backward the ranks
-# sum the gradients of the bucket, and each rank keeps 1/N of the sum. This notebook shows the
-# order of these events, the bytes that they send, and the memory that they take, first as a plan
-# and then in a real step on simulated ranks.
+# Parameters lie in *buckets*, flat buffers that hold some leaves each. At stage 3 each of N ranks
+# holds 1/N of every bucket. Before an operation can use a leaf, the ranks gather its bucket. After
+# the last use each rank frees the bucket. In backward the ranks sum the bucket's gradients, and
+# each rank keeps 1/N of the sum. This notebook shows the order of these events, the bytes that they
+# send, and the memory that they take, first as a plan and then in a real step on simulated ranks.
 
 # %%
 import figures
@@ -78,16 +78,16 @@ print("order of use in forward:", trace.forward)
 #
 # `zf.planner.schedule` turns the order of use into steps, and `zf.planner.timeline` draws them.
 # The times come from a model, in which forward takes one unit per element, backward two, and a
-# gather half a unit. While one bucket computes, the next is gathered (`prefetch=1`), so nearly all
-# gathers are hidden. The tied embedding is the first and the last bucket that forward uses.
+# gather half a unit. While one bucket is computed, the next is gathered (`prefetch=1`), so nearly
+# all gathers are hidden. Forward uses the tied embedding first and last.
 
 # %%
 schedule = zf.planner.schedule(trace)
 zf.planner.timeline(schedule).draw()
 
 # %% [markdown]
-# Without `prefetch` the computation waits for every gather. The gaps in the compute row are this
-# waiting.
+# Without `prefetch` the computation waits for every gather. You see this waiting as gaps in the
+# compute row.
 
 # %%
 zf.planner.timeline(zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=0))).draw()
@@ -96,9 +96,10 @@ zf.planner.timeline(zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=0))).
 # ## The price of each option
 #
 # Options trade memory for messages or for waiting, and none changes a bit of the result. The table
-# and the figure take each schedule's own account: the bytes that a rank sends in a step, and the
-# most bytes of gathered parameters that the rank holds at once. With a `reuse_distance` larger than
-# the model, backward gathers nothing: two thirds of the traffic, and the memory of the whole model.
+# and the figure show what each schedule itself accounts for: the bytes that a rank sends in a step,
+# and the most bytes of gathered parameters that it holds at once. With a `reuse_distance` larger
+# than the model, backward gathers nothing. That takes two thirds of the traffic, and the memory of
+# the whole model.
 
 # %%
 EVERYTHING = sum(bucket.numel for bucket in trace.buckets)
@@ -127,8 +128,8 @@ _ = figures.trade(prices)
 # ## A real step sends these messages
 #
 # `zf.record` lists the messages of a real step. For every set of options the recorded bytes of
-# parameters and of gradients are those of the plan, and the parameters after three steps have the
-# same bits.
+# parameters and of gradients are those of the plan. After three steps, the parameters have the same
+# bits under all options.
 
 
 # %%
@@ -162,9 +163,9 @@ print(f"{len(OPTIONS)} schedules: bytes as planned, parameters equal to the last
 # %% [markdown]
 # ## Memory over the step
 #
-# `zf.plan` runs the whole step on tensors without numbers and keeps the bytes of every
-# category at every moment. The flat layers at the bottom are the shards of parameters and moments,
-# which stay; the hills above are gathered buckets, gradients, messages and activations.
+# `zf.plan` runs the whole step on tensors without numbers and keeps, for every moment, how many
+# bytes each category takes. The flat layers at the bottom are the shards of parameters and moments,
+# which stay. The hills above them are gathered buckets, gradients, messages and activations.
 
 
 # %%
@@ -180,8 +181,8 @@ plan.draw()
 # ## A profile of a real step
 #
 # `zf.planner.profile` notes the same events with their real times. Simulated ranks are threads
-# that share the processors, so the lengths of these bars are those of this machine; their order is
-# the order of the schedule. The last bar of the compute row is the optimizer.
+# that share the processors, so the lengths of the bars depend on this machine. Their order is the
+# order of the schedule. The last bar of the compute row is the optimizer.
 
 
 # %%

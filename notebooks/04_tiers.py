@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Offload, and three tiers of memory
 #
-# A training state may lie in the memory of the device, in host memory, or on a disk. Any part of
-# the state may lie in any of the three: parameters, gradients, the optimizer's state, activations.
-# This notebook puts parts of one model into one tier after the other, counts the bytes in each
-# tier, draws how the update streams bucket by bucket, and finds the bandwidth that a tier needs
-# before training waits for the tier. Finally the notebook checks that no tier changes a bit.
+# You can keep a training state in the device's memory, in host memory, or on a disk: these are the
+# three tiers. Each part may lie in any of them: parameters, gradients, the optimizer's state,
+# activations. This notebook moves parts of one model from tier to tier, counts the bytes in each
+# tier, and draws how the update streams bucket by bucket. It then finds the bandwidth that a tier
+# needs so that training does not wait for it, and checks that no tier changes a bit.
 
 # %%
 import tempfile
@@ -37,8 +37,8 @@ DISK = tempfile.TemporaryDirectory()
 # %% [markdown]
 # ## The model and its tiers
 #
-# `zf.stores.Offload` names a store for each part. Every rank makes its own store, because a store
-# belongs to the process that made the store.
+# With `zf.stores.Offload` you name a store for each part. A store belongs to the process that made
+# it, so every rank makes its own.
 
 # %%
 RANKS, WIDTH, DEPTH = 2, 128, 6
@@ -96,7 +96,7 @@ def make(stores):
 # %% [markdown]
 # ## Bytes in each tier
 #
-# The plan of a step says where the bytes lie between steps and how many are on the device at the
+# The plan of a step says where the bytes lie between steps, and how many are on the device at the
 # worst moment. `device="meta"` stands for an accelerator, so that host memory is a tier of its own.
 # With everything on the disk, a rank's device holds some buckets and the activations.
 
@@ -121,10 +121,10 @@ _ = figures.tiers(between, peaks)
 # %% [markdown]
 # ## The update as a stream
 #
-# An update over stores reads the next buckets while one is computed and the last is written. The
-# steps are data, and a timeline draws them. Here a bucket takes one unit to compute and one unit
-# each to read and to write, so all three rows are busy most of the time, and memory is a few
-# buckets, however deep the model is.
+# An update over stores goes bucket by bucket: while one bucket is computed, it reads the next ones
+# and writes the last. The steps are data, and a timeline draws them. Here a bucket takes one unit
+# to compute and one unit each to read and to write. So all three rows are busy most of the time,
+# and the update needs memory for a few buckets, however deep the model is.
 
 # %%
 layout = zf.layout.layout_of(PARAMS, bucket_bytes=2**16)
@@ -133,8 +133,8 @@ print([f"{step.kind} {step.bucket}" for step in update.steps[:8]])
 zf.planner.timeline(update, read_cost=1.0, write_cost=1.0).draw()
 
 # %% [markdown]
-# On a disk that is four times slower, reading is the row without gaps, and the update takes as long
-# as the bytes of the disk.
+# On a disk that is four times slower, the row of reads has no gaps, and the update takes as long
+# as the disk needs for the bytes.
 
 # %%
 zf.planner.timeline(update, read_cost=4.0, write_cost=2.0).draw()
@@ -142,13 +142,13 @@ zf.planner.timeline(update, read_cost=4.0, write_cost=2.0).draw()
 # %% [markdown]
 # ## The bandwidth that a tier needs
 #
-# ZeRO-Infinity relates the time of the bytes to the time of the operations. A step computes a
-# number of operations for each byte that crosses (the arithmetic intensity), and the product with
-# the bandwidth is the rate at which bytes allow operations. The figure shows the share of its own
-# speed that a device reaches if transfers do not overlap with computation, for a device of 70
-# TFLOP/s and a sequence of 1,024 tokens. Optimizer state has four times the bytes of parameters
-# and gradients, so optimizer state needs four times the bandwidth. Sharding helps here too: N ranks
-# read N shards over N links at once.
+# ZeRO-Infinity compares the time for the bytes with the time for the operations. For each byte that
+# crosses, a step computes a number of operations, the arithmetic intensity. Multiply it by the
+# bandwidth, and you get the rate at which the bytes allow operations. The figure shows which share
+# of its own speed a device reaches if transfers do not overlap with computation, for a device of 70
+# TFLOP/s and a sequence of 1,024 tokens. Optimizer state has four times the bytes of parameters and
+# gradients, so it needs four times the bandwidth. Sharding helps here too: N ranks read N shards
+# over N links at once.
 
 # %%
 PEAK = 70e12
@@ -166,8 +166,8 @@ _ = figures.efficiency(
 # %% [markdown]
 # ## Equal bits
 #
-# Real steps on simulated ranks, with real files in a temporary directory. Every choice of tiers
-# gives the loss and the parameters of the first, to the last bit.
+# These are real steps on simulated ranks, with real files in a temporary directory. Every choice of
+# tiers gives the same loss and parameters as the first, to the last bit.
 
 
 # %%

@@ -15,8 +15,9 @@
 # # Compressed communication and convergence
 #
 # zfun can send parameters and gradients in 8 or 4 bits, and the momentum of 1-bit Adam in one bit.
-# Fewer bits cost accuracy of each message. This notebook trains one small language model with each
-# codec on 4 simulated ranks, and shows the bytes of a step beside the loss.
+# The fewer the bits, the less accurate is each message. In this notebook you train one small
+# language model with each codec (a way to encode numbers) on 4 simulated ranks, and compare the
+# bytes of a step and the loss.
 
 # %%
 import inspect
@@ -34,7 +35,7 @@ figures.plt.rcParams["figure.dpi"] = 150
 # %% [markdown]
 # ## The task
 #
-# A network predicts the next byte of a text from the eight bytes before. The text is the source of
+# A network predicts a text's next byte from the eight bytes before it. The text is the source of
 # Python's own `textwrap` module, so the notebook downloads nothing.
 
 # %%
@@ -70,8 +71,8 @@ def batches(rank, size):
 # %% [markdown]
 # ## Codecs
 #
-# Error feedback keeps the rounding error of each message and adds the error to the next message of
-# the same bucket, so that small gradients arrive late instead of never. A codec with feedback holds
+# Error feedback keeps the rounding error of each message and adds it to the next message of the
+# same bucket, so that small gradients arrive late instead of never. A codec with feedback holds
 # state, so each rank makes its own.
 
 
@@ -122,8 +123,9 @@ for name, codec in tqdm(CODECS.items(), desc="codecs", leave=False):
     runs[name] = zf.simulate(RANKS, train, codec)[0][:2]
 
 # %% [markdown]
-# 1-bit Adam is an optimizer and not a codec: after a warm-up of exact steps, here 40, the ranks
-# average signs of the momentum. Stage 3 has no place for the errors, so this run is of stage 1.
+# 1-bit Adam is an optimizer and not a codec. After a warm-up of exact steps, here 40, the ranks
+# average only the signs of the momentum, and keep the rounding errors for the next step. Stage 3
+# has no place for these errors, so this run uses stage 1.
 
 # %%
 one_bit = zf.optim.onebit_adam(3e-3, freeze_step=40)
@@ -134,8 +136,8 @@ runs["1-bit Adam, stage 1"] = zf.simulate(RANKS, train, CODECS["exact"], one_bit
 # %% [markdown]
 # ## Bytes and loss
 #
-# The bytes of the last step, and the mean loss of the last 20 steps. The ratio is to the exact run
-# of stage 3.
+# The table shows the bytes of the last step, and the mean loss of the last 20 steps. The ratio is
+# to the exact run at stage 3.
 
 # %%
 exact_bytes = runs["exact"][1]
@@ -153,8 +155,9 @@ _ = figures.losses({name: losses for name, (losses, _) in runs.items()})
 # %% [markdown]
 # ## The error of one message
 #
-# The relative error of an 8-bit and a 4-bit message of 4,096 normal numbers, by size of a block.
-# Each block has one float32 scale, so smaller blocks cost bytes and save error.
+# The figure shows the relative error of an 8-bit and a 4-bit message of 4,096 normally distributed
+# numbers, by block size. Each block has one float32 scale, so smaller blocks cost bytes and reduce
+# the error.
 
 # %%
 x = torch.randn(4096, generator=GENERATOR)
@@ -176,7 +179,7 @@ assert errors[8, 256] < errors[4, 256] / 10
 # %% [markdown]
 # ## Every rank has the same parameters
 #
-# Compression rounds messages, and every rank decodes the same messages. So the compressed runs are
+# Compression rounds messages, but every rank decodes the same messages. So a compressed run is
 # reproducible, and stages agree where they send the same numbers: stages 1, 2 and 3 with 8-bit
 # gradients end with the same bits.
 

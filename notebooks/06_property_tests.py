@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Property-based testing of your own transform
 #
-# A transform of gradients that is right on one rank may be wrong on shards. This notebook writes
-# such a transform, lets `assert_invariant` find the mistake, repairs the transform, and then lets
-# hypothesis draw trees, group sizes and bucket sizes for the repaired one.
+# A transform of gradients that is right on one rank may be wrong on shards, where each rank holds
+# only a part. In this notebook you write such a transform, let `assert_invariant` find the mistake,
+# and repair it. Then hypothesis draws trees, group sizes and bucket sizes for the repaired one.
 
 # %%
 import sys
@@ -55,8 +55,8 @@ figures.plt.rcParams["figure.dpi"] = 150
 #
 # The transform bounds the norm of each leaf's gradient. Under plain autograd, gradients are a tree
 # of whole leaves. Under `shard_grads` they are a `Flat`: buffers with this rank's part of the
-# leaves. `leaf_spans` tells where the leaves lie in the buffers. The norm below is that of the part
-# of a leaf that lies on this rank.
+# leaves. `leaf_spans` tells where the leaves lie in the buffers. The mistake: the norm below covers
+# only the part of a leaf that lies on this rank.
 
 # %%
 BOUND = 0.05
@@ -83,9 +83,9 @@ def factor(squares):
 # %% [markdown]
 # ## The smallest case, the leaf and the cause
 #
-# `assert_invariant` trains in plain PyTorch and on simulated ranks, with the transform around both,
-# and compares each step. The transform agrees on one rank, and at stages 0 and 1, where every rank
-# holds whole gradients. So the smallest case has `shard_grads` and two ranks.
+# `assert_invariant` trains in plain PyTorch and on simulated ranks, with the transform in both, and
+# compares each step. The transform is right on one rank, and at stages 0 and 1, where every rank
+# holds whole gradients. So the smallest case that fails has `shard_grads` and two ranks.
 
 
 # %%
@@ -117,7 +117,7 @@ else:
 # ## Where the error lies
 #
 # The picture shows the relative error of each leaf's gradient in the first step, by the number of
-# ranks. A leaf that lies on one rank as a whole has no error, so a test with small leaves or few
+# ranks. A leaf that lies on one rank as a whole has no error. So a test with small leaves or few
 # ranks may pass by luck.
 
 
@@ -177,7 +177,8 @@ print(f"largest error on {SIZES} ranks is below 1e-12")
 # ## Any tree, any number of ranks, any bucket
 #
 # The model above is one example. Hypothesis draws others: nested trees with scalars, empty and tied
-# leaves, group sizes, and sizes of buckets. Hypothesis reduces a failure to the smallest tree.
+# leaves, group sizes, and bucket sizes. If a case fails, hypothesis reduces it to the smallest
+# tree.
 
 
 # %%

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Loops of your own: GAN, LoRA, EMA
 #
-# A step of zfun is a function from a state and a batch to a new state. So a loop may hold several
-# states, train a part of a tree, or keep an average of the parameters, and needs no hooks for
-# any of these. Every loop below runs on 4 simulated ranks at stage 3 and, as a check, on one rank
-# in plain data parallelism; the numbers agree.
+# A step of zfun is a function from a state and a batch to a new state. So your loop may hold
+# several states, train only a part of a tree, or keep an average of the parameters, without any
+# hooks. Every loop below runs on 4 simulated ranks at stage 3 and, as a check, on one rank in plain
+# data parallelism; the numbers agree.
 
 # %%
 import figures
@@ -51,9 +51,9 @@ def on_ranks_and_alone(train):
 # %% [markdown]
 # ## A GAN: two states, two steps
 #
-# The generator maps noise to points, and the discriminator tells these from points of a ring. Each
-# network has a state of its own. A step of one network reads the parameters of the other as a part
-# of the batch, so that no gradient reaches them.
+# The generator maps noise to points, and the discriminator tells these from points on a ring. Each
+# network has its own state. A step of one network gets the other's parameters as a part of the
+# batch, so no gradient reaches them.
 
 
 # %%
@@ -112,9 +112,9 @@ _ = figures.scatter(
 # %% [markdown]
 # ## LoRA: train a part of the tree
 #
-# `trainable=` splits the tree. Stage 3 shards the frozen matrix too; gradients and optimizer state
-# exist for the two thin matrices only. Here the pretrained matrix is wrong by a matrix of rank 4,
-# which the adapter can learn.
+# `trainable=` splits the tree. Stage 3 shards the frozen matrix too, but gradients and optimizer
+# state exist only for the two thin matrices. Here the pretrained matrix differs from the right one
+# by a matrix of rank 4, which the adapter can learn.
 
 # %%
 WIDTH, RANK = 64, 4
@@ -164,10 +164,10 @@ print(f"elements of the frozen matrix: {PRETRAINED.numel()}")
 # %% [markdown]
 # ## EMA: an average beside the state
 #
-# The parameters of a state are a tree, so an exponential moving average (EMA) is one
-# `zf.tree.map`. The average is sharded as the parameters are, and nothing is sent. `evaluate` takes
-# the average in place of the parameters. With a large learning rate the parameters jitter around
-# the minimum, and the average lies nearer.
+# A state's parameters are a tree, so an exponential moving average (EMA) is one `zf.tree.map`. The
+# average is sharded as the parameters are, and nothing is sent. You pass it to `evaluate` in place
+# of the parameters. With a large learning rate the parameters jitter around the minimum, and the
+# average lies nearer to it.
 
 # %%
 TARGET = values(16, 1, seed=30)
@@ -219,8 +219,8 @@ _ = figures.losses(
 # %% [markdown]
 # ## All of it at every stage
 #
-# A loop does not depend on the stage. The last cell runs the three loops at every stage on the
-# ranks; the losses have the same bits.
+# A loop does not depend on the stage. The last cell runs the three loops on the ranks at every
+# stage, and the losses have the same bits.
 
 
 # %%

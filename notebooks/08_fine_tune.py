@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Fine-tune a Hugging Face model from a ds_config
 #
-# This notebook takes a DeepSpeed configuration as it is, reads what each key becomes, trains a
-# GPT-2 of `transformers` with it on 2 simulated ranks, evaluates and generates with sharded
-# parameters, saves the state, and goes on at another stage. With a real model, replace the
-# configuration of the model by `GPT2LMHeadModel.from_pretrained(...)`.
+# In this notebook you take a DeepSpeed configuration as it is, read what zfun makes of each key,
+# and train a GPT-2 of `transformers` with it on 2 simulated ranks. Then you evaluate and generate
+# with sharded parameters, save the state, and go on at another stage. For a real model, use
+# `GPT2LMHeadModel.from_pretrained(...)` instead of the small model made here.
 
 # %%
 import inspect
@@ -43,8 +43,8 @@ figures.plt.rcParams["figure.dpi"] = 150
 # %% [markdown]
 # ## The configuration
 #
-# `auto` stands for values that a trainer knows. `AutoValues` has them, and `print(recipe)` shows
-# one line for each key: mapped to an option, ignored with a reason, or refused.
+# `auto` stands for values that a trainer knows. Here you pass them as `AutoValues`. `print(recipe)`
+# shows one line for each key: mapped to an option, ignored with a reason, or refused.
 
 # %%
 FOLDER = Path(tempfile.mkdtemp())
@@ -90,7 +90,7 @@ print(recipe)
 # ## The model and the data
 #
 # The text is the source of Python's `textwrap` module, a token is a byte, and the last sequences
-# are held out. `zf.functional` makes a function of the parameters out of the module.
+# are held out. `zf.functional` turns the module into a function of its parameters.
 
 # %%
 torch.manual_seed(0)
@@ -130,8 +130,8 @@ def batches(group, first, last):
 # %% [markdown]
 # ## Training
 #
-# `recipe.zero(loss_fn, group)` composes the stage. The step splits a batch into the micro-batches
-# of the configuration.
+# `recipe.zero(loss_fn, group)` composes the configuration's stage. A step splits each batch into as
+# many micro-batches as the configuration says.
 
 
 # %%
@@ -163,7 +163,8 @@ _ = figures.losses({"training": losses}, smooth=3)
 # %% [markdown]
 # ## Generation
 #
-# `APPLY.bind(params)` is the module with these parameters, with all methods of the class.
+# `APPLY.bind(params)` is the module with these parameters. It has all methods of its class, such as
+# `generate`.
 
 # %%
 prompt = torch.tensor([list(b"    def ")])
@@ -183,10 +184,11 @@ print(bytes(tokens[0].tolist()).decode())
 # %% [markdown]
 # ## Go on at another stage
 #
-# A checkpoint is keyed by the names of leaves, not by ranks or stages, so a run may continue at
-# another stage. At stage 3 the losses from the middle on have the bits of the unbroken run. At
-# stage 1 the leaves lie in other buckets, because only stage 3 keeps small leaves apart, so the
-# norm of the gradients, by which the step clips, is rounded otherwise.
+# A checkpoint names leaves, and knows nothing of ranks or stages, so you can go on with a run at
+# another stage. Here you resume from the middle. At stage 3 the losses have the same bits as in the
+# unbroken run. At stage 1 they differ by rounding: only stage 3 keeps small leaves apart, so at
+# stage 1 the leaves lie in other buckets, and the gradient norm, which the step clips by, is
+# rounded differently.
 
 
 # %%

@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Write your own sharding strategy
 #
-# ZeRO cuts buffers into equal pieces, so a rank holds parts of matrices. An optimizer that needs
-# whole matrices, such as a step of fixed norm for each leaf, cannot run on these parts. This
-# notebook writes another strategy in 40 lines of primitives: one rank *owns* each leaf as a whole,
-# and alone keeps the optimizer's state of that leaf. The laws of `zfun.testing` then test the
-# strategy.
+# ZeRO cuts buffers into equal pieces, so a rank holds parts of matrices. Some optimizers cannot run
+# on such parts, because they need whole matrices: one that takes a step of fixed norm for each
+# leaf, for example. In this notebook you write another strategy, in 40 lines of primitives (zfun's
+# basic collectives): each leaf belongs as a whole to one rank, its *owner*, and only the owner
+# keeps its optimizer state. Then you test the strategy with the laws of `zfun.testing`.
 
 # %%
 import sys
@@ -48,8 +48,9 @@ figures.plt.rcParams["figure.dpi"] = 150
 # %% [markdown]
 # ## Owners
 #
-# The largest leaf goes to the rank with the least, and so on. All ranks compute the same table. The
-# collectives take rows of equal length, so `pack` fills the shorter rows with zeros.
+# The leaves are dealt out from the largest on; each goes to the rank that has the least so far. All
+# ranks compute the same table. The collectives take rows of equal length, so `pack` fills the
+# shorter rows with zeros.
 
 
 # %%
@@ -88,7 +89,7 @@ def held(leaves, mine):
 # ## The strategy
 #
 # A step is a reduce-scatter of packed gradients to the owners, an update of whole leaves, and an
-# all-gather of packed parameters. These are the collectives of ZeRO-1, over rows of other content.
+# all-gather of packed parameters. ZeRO-1 uses the same collectives, over rows with other content.
 
 
 # %%
@@ -128,9 +129,9 @@ def owned_leaves(loss_fn, optimizer, group):
 # %% [markdown]
 # ## The law
 #
-# `assert_invariant` compares the strategy with plain autograd in float64: with AdamW, and with an
+# `assert_invariant` compares the strategy with plain autograd in float64. It uses AdamW, and an
 # optimizer that takes a step of fixed norm along each leaf's gradient. ZeRO's `shard_optimizer`
-# refuses the second one, because the optimizer mixes the elements of a leaf.
+# refuses the second one, because it mixes the elements of a leaf.
 
 
 # %%
@@ -178,9 +179,9 @@ else:
 # %% [markdown]
 # ## A mistake, found
 #
-# A division that is forgotten, as a first draft may have: the sum of gradients stands for the mean.
-# AdamW almost hides a factor of all gradients, and float64 shows the rest. The message names the
-# first leaf that differs and the likely cause.
+# A first draft may forget a division, and take the sum of the gradients for their mean. AdamW
+# almost hides a factor that all gradients share, but float64 shows the small rest. The message
+# names the first leaf that differs and the likely cause.
 
 
 # %%
@@ -199,8 +200,8 @@ else:
 # %% [markdown]
 # ## Balance
 #
-# Whole leaves do not divide evenly. The bars show the elements that each of 4 ranks owns, one block
-# for each leaf, and the padding up to the longest row. ZeRO's cut is the black line.
+# Whole leaves do not divide evenly. The bars show how many elements each of 4 ranks owns, one block
+# for each leaf, and the padding up to the longest row. The black line is ZeRO's cut.
 
 # %%
 RANKS = 4
@@ -214,8 +215,8 @@ _ = figures.owned(
 # %% [markdown]
 # ## Bytes
 #
-# A rank sends its row of gradients to every other rank, and its row of parameters too:
-# 2 (N-1) times the longest row. `zf.record` measures the same, and ZeRO-1 beside it.
+# A rank sends its row of gradients to every other rank, and its row of parameters too. That makes
+# 2 (N-1) times the longest row. `zf.record` measures the same, and beside it what ZeRO-1 sends.
 
 
 # %%
