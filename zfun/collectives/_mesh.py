@@ -66,7 +66,7 @@ class NamedMesh:
             for name, group in axes.items()
         }
         self.meshes: dict[tuple[str, ...], Mesh] = {}
-        self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Part] = {}
+        self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Hybrid] = {}
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Group:
         return self.group(*((names,) if isinstance(names, str) else names))
@@ -105,7 +105,7 @@ class NamedMesh:
         if (cut, along) not in self._parts:
             whole = self.along((*along, *cut))
             assert isinstance(whole, Mesh)
-            self._parts[cut, along] = Part(self.along(cut), whole, self.along(along))
+            self._parts[cut, along] = Hybrid(self.along(cut), whole, self.along(along))
         return self._parts[cut, along]
 
     def along(self, names: tuple[str, ...]) -> Axis | Mesh:
@@ -186,7 +186,7 @@ class Mesh(Group):
 
     def __init__(self, inner: Group, outer: Group, whole: Group | None = None) -> None:
         for name, group in (("inner", inner), ("outer", outer)):
-            if isinstance(group, Axis | Part):
+            if isinstance(group, Axis | Hybrid):
                 raise OptionError(
                     f"the {name} axis is a group of its own; got an axis of another mesh; make a "
                     "group of its ranks"
@@ -228,7 +228,7 @@ class Mesh(Group):
     @functools.cached_property
     def outer(self) -> Group:
         """The other axes."""
-        return Part(self.home.along(self.names[:-1]), self, None)
+        return Hybrid(self.home.along(self.names[:-1]), self, None)
 
     @property
     def failure(self) -> Exception | None:
@@ -303,7 +303,7 @@ class Mesh(Group):
 
 
 @final
-class Part(Wrapper):
+class Hybrid(Wrapper):
     """Some axes of a group of several, over all of which sums go.
 
     Attributes:

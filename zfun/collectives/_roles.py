@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zfun.collectives._axes import Axis
 from zfun.collectives._group import Group
-from zfun.collectives._mesh import Mesh, Part
+from zfun.collectives._mesh import Hybrid, Mesh
 from zfun.collectives._ops import CALL, Collective, Reduce, ReduceScatter
 from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
@@ -41,7 +41,7 @@ def sum_group(group: Group) -> Group:
         >>> sum_group(mesh.inner) is mesh, sum_group(mesh) is mesh
         (True, True)
     """
-    return group.sums if isinstance(group, Part) else group
+    return group.sums if isinstance(group, Hybrid) else group
 
 
 @takes(group=GROUP)
@@ -74,12 +74,12 @@ def replica_group(group: Group) -> Group | None:
         >>> replica_group(mesh.inner), replica_group(mesh)
         (<outer axis: rank 0 of 2>, None)
     """
-    return group.replicas if isinstance(group, Part) else None
+    return group.replicas if isinstance(group, Hybrid) else None
 
 
 def axes_of(group: Group) -> list[Group]:
     """Return the groups that a collective goes over, innermost first: of one axis, the group."""
-    return [*group.axes] if isinstance(group, Axis | Part | Mesh) else [group]
+    return [*group.axes] if isinstance(group, Axis | Hybrid | Mesh) else [group]
 
 
 @takes(group=GROUP)
@@ -97,7 +97,7 @@ def axis_of(group: Group) -> str:
         >>> axis_of(split(abstract_group(6), inner=3).inner)
         'inner'
     """
-    if isinstance(group, Axis | Part):
+    if isinstance(group, Axis | Hybrid):
         return " x ".join(axis.axis for axis in reversed(group.axes))
     return ""
 
@@ -117,7 +117,7 @@ def check_shardable(group: Group, what: str) -> None:
         >>> from zfun.collectives import abstract_group, split
         >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
     """
-    if isinstance(group, Part) and group.replicas is None:
+    if isinstance(group, Hybrid) and group.replicas is None:
         raise PlacementError(
             f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; "
             "pass mesh.inner"
@@ -159,7 +159,7 @@ def start_reduce_scatter_over(
             f"start_reduce_scatter_over() is for reduce_scatter; got {call.op.kind}; pass another "
             "collective to group.start()"
         )
-    return group.start_sum(call, x) if isinstance(group, Part) else group.start(call, x, out)
+    return group.start_sum(call, x) if isinstance(group, Hybrid) else group.start(call, x, out)
 
 
 def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:
@@ -184,4 +184,4 @@ def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Wor
         [4, 40]
     """
     call = Collective(Reduce(rank), call.name, call.part, call.stream)
-    return group.start_sum(call, x) if isinstance(group, Part) else group.start(call, x)
+    return group.start_sum(call, x) if isinstance(group, Hybrid) else group.start(call, x)

@@ -10,7 +10,7 @@ from zfun.collectives import Group, abstract_group, sum_group
 from zfun.compression import Codec, Compression
 from zfun.errors import OptionError
 from zfun.options import GROUP, instance, integer, takes
-from zfun.planner._price import Hop, price_of_gather, price_of_sum
+from zfun.planner._price import PricedHop, price_of_gather, price_of_sum
 from zfun.transforms import MAX_IN_FLIGHT, SCHEDULE, Phase, Schedule, TracedBucket, secondary_of
 
 
@@ -261,7 +261,7 @@ class _Prices(NamedTuple):
     codec_of_params: Codec | None
     codec_of_grads: Codec | None
 
-    def gather(self, bucket: TracedBucket, phase: Phase) -> list[Hop]:
+    def gather(self, bucket: TracedBucket, phase: Phase) -> list[PricedHop]:
         codec = self.codec_of_params if bucket.is_floating else None
         if phase == "backward" and self.secondary is not None:
             # The secondary shard is a part of the bucket as the first gather delivered the bucket.
@@ -273,7 +273,7 @@ class _Prices(NamedTuple):
             bucket.numel // self.group.size, bucket.sent_itemsize, self.group, codec
         )
 
-    def sum(self, bucket: TracedBucket) -> list[Hop]:
+    def sum(self, bucket: TracedBucket) -> list[PricedHop]:
         return price_of_sum(bucket.numel, bucket.grad_itemsize, self.group, self.codec_of_grads)
 
 
@@ -316,7 +316,7 @@ def _transfers(schedule: Schedule, prices: _Prices) -> Iterator[Message | Read]:
 
 
 def _hops(
-    hops: list[Hop], name: str, bucket: int, label: str, phase: Phase, beside: tuple[int, ...]
+    hops: list[PricedHop], name: str, bucket: int, label: str, phase: Phase, beside: tuple[int, ...]
 ) -> Iterator[Message]:
     for number, hop in enumerate(hops):
         yield Message(

@@ -26,7 +26,7 @@ from zfun.collectives import (
 from zfun.compression import Codec
 
 
-class Hop(NamedTuple):
+class PricedHop(NamedTuple):
     """A collective over one axis, or over a group without axes.
 
     Attributes:
@@ -40,7 +40,9 @@ class Hop(NamedTuple):
     sent_bytes: int
 
 
-def price_of_gather(numel: int, itemsize: int, group: Group, codec: Codec | None) -> list[Hop]:
+def price_of_gather(
+    numel: int, itemsize: int, group: Group, codec: Codec | None
+) -> list[PricedHop]:
     """Price a gather (``S -> R``) of shards of so many elements.
 
     Example:
@@ -57,7 +59,7 @@ def price_of_gather(numel: int, itemsize: int, group: Group, codec: Codec | None
     return _sent(hops)
 
 
-def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -> list[Hop]:
+def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -> list[PricedHop]:
     """Price a sum of so many elements over the mesh of a group, cut over the group (``P -> S``).
 
     Example:
@@ -66,7 +68,7 @@ def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -
         >>> [(hop.kind, hop.sent_bytes) for hop in hops]
         [('reduce_scatter', 512), ('all_reduce', 256)]
     """
-    hops: list[Hop] = []
+    hops: list[PricedHop] = []
     for axis in axes_of(group):
         hops.append(_scatter(numel, itemsize, axis, codec))
         numel //= axis.size
@@ -90,16 +92,16 @@ def price_of_sum(numel: int, itemsize: int, group: Group, codec: Codec | None) -
     return _sent(hops)
 
 
-def _scatter(numel: int, itemsize: int, group: Group, codec: Codec | None) -> Hop:
+def _scatter(numel: int, itemsize: int, group: Group, codec: Codec | None) -> PricedHop:
     if codec is None:
         return _hop(ReduceScatter(), group, numel * itemsize, itemsize)
     return _hop(AllToAll(), group, codec.message_bytes(numel // group.size) * group.size, itemsize)
 
 
-def _hop(op: Op, group: Group, nbytes: int, itemsize: int) -> Hop:
-    return Hop(op.kind, axis_of(group), op.sent_bytes(nbytes, 0, group.size, itemsize))
+def _hop(op: Op, group: Group, nbytes: int, itemsize: int) -> PricedHop:
+    return PricedHop(op.kind, axis_of(group), op.sent_bytes(nbytes, 0, group.size, itemsize))
 
 
-def _sent(hops: list[Hop]) -> list[Hop]:
+def _sent(hops: list[PricedHop]) -> list[PricedHop]:
     """Leave out axes of one rank, which send nothing."""
     return [hop for hop in hops if hop.sent_bytes] or hops[:1]

@@ -2,7 +2,7 @@
 
 ==============  ==================================================================================
 ``_zero``       ``zf.zero``: the signature of all options
-``_recipe``     the options as one value
+``_options``    the options as one value
 ``_loop``       ``init``, ``step`` and ``params``
 ``_state``      the state between steps, and the results of a step
 ``_start``      the first state, built leaf by leaf

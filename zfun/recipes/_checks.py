@@ -20,7 +20,7 @@ from zfun.collectives import (
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat, own_piece
 from zfun.placement import P, S
-from zfun.recipes._recipe import Recipe
+from zfun.recipes._options import ZeroOptions
 from zfun.recipes._state import ZeroState
 from zfun.reductions import Spent
 from zfun.sources.deferred import spec_of
@@ -38,7 +38,7 @@ def check_order(order: Sequence[str] | None, params: tree.Tree) -> None:
             )
 
 
-def check_same_options(recipe: Recipe, params: tree.Tree) -> None:
+def check_same_options(recipe: ZeroOptions, params: tree.Tree) -> None:
     """Compare across ranks the options by name, and the results of functions of leaves."""
     group = agreement_group(recipe.group)
     if group.size == 1:

@@ -9,7 +9,7 @@ from typing import Any
 from zfun import tree
 from zfun.collectives import sum_group
 from zfun.flat import Flat
-from zfun.recipes._recipe import Recipe
+from zfun.recipes._options import ZeroOptions
 from zfun.transforms import (
     cast,
     data_parallel,
@@ -27,7 +27,7 @@ from zfun.typing import Gradient, Loss
 
 
 def gradient_of(
-    recipe: Recipe, fn: Callable[..., Any], frozen: Flat | None, summed: int, hook: UpdateHook
+    recipe: ZeroOptions, fn: Callable[..., Any], frozen: Flat | None, summed: int, hook: UpdateHook
 ) -> Gradient:
     """Return the gradient of a loss of all leaves, for the trained ones.
 
@@ -60,7 +60,7 @@ def gradient_of(
     return vg if store is None else offload_grads(vg, store)
 
 
-def _loss_of_trained(recipe: Recipe, fn: Callable[..., Any], frozen: Flat | None) -> Loss:
+def _loss_of_trained(recipe: ZeroOptions, fn: Callable[..., Any], frozen: Flat | None) -> Loss:
     """Return a loss of the trained parameters alone, in the placement of the stage."""
     loss = fn if recipe.buffers is None else buffered(fn)
     loss = loss if frozen is None or recipe.stage == 3 else unwritten(loss)

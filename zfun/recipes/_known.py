@@ -13,7 +13,7 @@ from zfun.errors import SpecMismatch
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
 from zfun.placement import R, S
-from zfun.recipes._recipe import Recipe
+from zfun.recipes._options import ZeroOptions
 from zfun.recipes._state import ZeroState
 from zfun.stores import Stored
 from zfun.transforms import check_state, kind_of_state
@@ -24,7 +24,7 @@ _PARTS = ("params", "frozen", "opt_state", "buffers")
 class KnownStates:
     """Compares a state with the options of a step, once for each kind of state."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: ZeroOptions) -> None:
         self._recipe = recipe
         # The trained leaves of the states that init() has made.
         self._made: list[dict[str, bool]] = []
@@ -92,7 +92,7 @@ class KnownStates:
                 )
 
 
-def _check_places(recipe: Recipe, state: ZeroState, stored: list[str]) -> None:
+def _check_places(recipe: ZeroOptions, state: ZeroState, stored: list[str]) -> None:
     offload = recipe.offload
     stores = {"params": offload.params, "frozen": offload.params, "opt_state": offload.optimizer}
     for part in stored:
@@ -110,7 +110,7 @@ def _check_places(recipe: Recipe, state: ZeroState, stored: list[str]) -> None:
         )
 
 
-def _check_buffers(recipe: Recipe, state: ZeroState) -> None:
+def _check_buffers(recipe: ZeroOptions, state: ZeroState) -> None:
     rule, path = recipe.buffers, None
     if rule is not None:
         slots = state.params.layout.leaves
@@ -127,7 +127,7 @@ def _check_buffers(recipe: Recipe, state: ZeroState) -> None:
         )
 
 
-def _check_precision(recipe: Recipe, state: ZeroState) -> None:
+def _check_precision(recipe: ZeroOptions, state: ZeroState) -> None:
     dtype, has_scale = recipe.precision.param, recipe.precision.loss_scale is not None
     for slot in state.params.layout.leaves:
         if dtype is not None and slot.dtype.is_floating_point and slot.dtype != dtype:

@@ -22,8 +22,8 @@ from zfun.recipes._checks import (
 )
 from zfun.recipes._compose import gradient_of
 from zfun.recipes._known import KnownStates
+from zfun.recipes._options import ZeroOptions
 from zfun.recipes._precision import whole_tree
-from zfun.recipes._recipe import Recipe
 from zfun.recipes._start import first_values
 from zfun.recipes._state import StepInfo, Zero, ZeroState
 from zfun.recipes._update import scale_of, split, takes_terms, updated
@@ -59,7 +59,7 @@ class Loop:
         hook: the update in backward of the step that runs now.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: ZeroOptions) -> None:
         self.recipe = recipe
         self.known = KnownStates(recipe)
         self.hook = UpdateHook()

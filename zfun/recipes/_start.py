@@ -14,7 +14,7 @@ from zfun.collectives import Group, is_symmetric
 from zfun.flat import Flat
 from zfun.layout import LabelFn, Layout, place, split_by_label
 from zfun.placement import Placement, R, S
-from zfun.recipes._recipe import Recipe
+from zfun.recipes._options import ZeroOptions
 from zfun.sources.deferred import spec_of
 from zfun.sources.scratch import scratch
 from zfun.stores import Store, Stored
@@ -30,7 +30,9 @@ def of_specs(fn: _Fn) -> _Fn:
     return lambda path, leaf: fn(path, spec_of(leaf))
 
 
-def first_values(recipe: Recipe, params: tree.Tree, init: str) -> tuple[Flat, Flat | None, Any]:
+def first_values(
+    recipe: ZeroOptions, params: tree.Tree, init: str
+) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from zfun.errors import OptionError
 from zfun.flat import Flat
 from zfun.optim import LossScaleState, MissedSteps
-from zfun.recipes._recipe import Recipe
+from zfun.recipes._options import ZeroOptions
 from zfun.transforms import Pullback, Tape
 from zfun.typing import Aux, Params
 
@@ -105,7 +105,7 @@ class Zero(NamedTuple, Generic[Params, Aux]):
         update: ``update(state, grads, loss, buffers=None) -> (state, info)``: the second half of a
             step, from the gradients of pullbacks (of micro-batches their mean) and the loss over
             all ranks.
-        recipe: the options, with one attribute for each; ``None`` of a loop that was made by hand.
+        options: with one attribute for each; ``None`` of a loop that was made by hand.
     """
 
     init: _InitFn[Params]
@@ -114,7 +114,7 @@ class Zero(NamedTuple, Generic[Params, Aux]):
     vjp: Callable[..., tuple[Any, Pullback, Flat | None]] = _no_halves
     update: Callable[..., tuple[ZeroState, StepInfo]] = _no_halves
     record: Callable[..., tuple[Any, Tape]] = _no_halves
-    recipe: Recipe | None = None
+    options: ZeroOptions | None = None
 
     def __repr__(self) -> str:
-        return f"Zero({'made by hand' if self.recipe is None else self.recipe})"
+        return f"Zero({'made by hand' if self.options is None else self.options})"

@@ -14,7 +14,7 @@ from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.placement import P, Placement, R
 from zfun.recipes._checks import check_used, first_bad_leaf
-from zfun.recipes._recipe import Recipe
+from zfun.recipes._options import ZeroOptions
 from zfun.recipes._start import of_specs
 from zfun.recipes._state import StepInfo, ZeroState
 from zfun.reductions import BufferRule, merge_buffers, norm_and_counts
@@ -24,13 +24,13 @@ from zfun.transforms.optimizer._placing import deliver
 from zfun.transforms.optimizer._stream import StreamedUpdate
 
 
-def takes_terms(recipe: Recipe, state: ZeroState) -> bool:
+def takes_terms(recipe: ZeroOptions, state: ZeroState) -> bool:
     """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
     return sum_group(recipe.group).size > 1 and recipe.rule.takes_terms(state.opt_state)
 
 
 def updated(
-    recipe: Recipe,
+    recipe: ZeroOptions,
     state: ZeroState,
     grads: Flat,
     loss: Any,
@@ -94,7 +94,7 @@ def updated(
     return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale, rate, num_applied)
 
 
-def _bad_leaf(recipe: Recipe, state: ZeroState, grads: Flat) -> str | None:
+def _bad_leaf(recipe: ZeroOptions, state: ZeroState, grads: Flat) -> str | None:
     """Name the leaf of a step that is skipped, and refuse to skip too many in a row."""
     bad_leaf, num_skipped = first_bad_leaf(grads), state.num_skipped + 1
     if num_skipped >= recipe.max_skipped:

@@ -21,8 +21,8 @@ from zfun.options import (
 )
 from zfun.placement import PlacementRule, Sharded
 from zfun.recipes._loop import Loop
+from zfun.recipes._options import ZeroOptions
 from zfun.recipes._precision import Precision, policy_of
-from zfun.recipes._recipe import Recipe
 from zfun.recipes._state import Zero
 from zfun.reductions import BufferRule
 from zfun.stores import Offload
@@ -156,7 +156,7 @@ def zero(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    recipe = Recipe(
+    recipe = ZeroOptions(
         stage,
         loss_fn,
         as_optimizer(optimizer),

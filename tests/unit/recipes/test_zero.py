@@ -345,8 +345,8 @@ def test_a_loop_shows_its_composition_in_one_line() -> None:
         offload = zf.stores.Offload(optimizer=zf.stores.host())
         z = zf.zero(3, models.mlp_loss, optim.adamw(0.1), group, precision=torch.bfloat16)
         other = zf.zero(1, models.mlp_loss, optim.sgd(0.1), group, offload=offload, donate=False)
-        assert z.recipe is not None
-        assert z.recipe.num_micro_batches == 1
+        assert z.options is not None
+        assert z.options.num_micro_batches == 1
         return repr(z), repr(other)
 
     expected = (

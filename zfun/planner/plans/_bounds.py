@@ -21,7 +21,7 @@ from zfun.collectives import Group, Mesh, abstract_group, sum_group
 from zfun.compression import int8
 from zfun.layout import layout_of
 from zfun.planner._meter import SMALL
-from zfun.planner._price import Hop, price_of_gather, price_of_sum
+from zfun.planner._price import PricedHop, price_of_gather, price_of_sum
 from zfun.planner.plans._bare import MARK, Bare, Still
 from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
 from zfun.planner.plans._plan import plan
@@ -237,7 +237,7 @@ class Bounds:
         codec = int8()
         of_params = codec if "params" in compressed else None
         of_grads = codec if "grads" in compressed else None
-        hops: dict[str, list[Hop]] = {"gather": [], "again": [], "sum": [], "whole": []}
+        hops: dict[str, list[PricedHop]] = {"gather": [], "again": [], "sum": [], "whole": []}
         packed = 0
         for bucket in layout.buckets:
             numel, kept = bucket.padded_numel, bucket.dtype.itemsize
@@ -295,7 +295,7 @@ def _counted(num_bytes: int) -> int:
     return num_bytes if num_bytes >= SMALL else 0
 
 
-def _by_axis(hops: list[Hop]) -> Counter[str]:
+def _by_axis(hops: list[PricedHop]) -> Counter[str]:
     found: Counter[str] = Counter()
     for hop in hops:
         found[hop.axis] += hop.sent_bytes

@@ -19,7 +19,7 @@ from zfun.transforms import ScheduleOptions, offload_optimizer, probe, shard_opt
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ZeroOptions:
     """The options of :func:`zfun.zero`, which go together; the attributes have their names.
 
     Raises:
@@ -130,7 +130,7 @@ class Recipe:
         return words | self.optimizer.description()
 
 
-def _check_lower_stage(recipe: Recipe) -> None:
+def _check_lower_stage(recipe: ZeroOptions) -> None:
     """Refuse the options of sharded parameters."""
     stage, schedule = recipe.stage, recipe.schedule
     if recipe.offload.params is not None:
