@@ -312,7 +312,9 @@ def _tried(
     found = model.known.get(key) if batch is model.batch else None
     if found is None:
         make = lambda group: composition.of(model, group)
-        found = plan(make, model.params, batch, group, device="meta")
+        # At stages 1 and 2 the first step is like all others, because it learns no order of use.
+        steps = 2 if composition.stage == 3 else 1
+        found = plan(make, model.params, batch, group, steps=steps, device="meta")
         if batch is model.batch:
             model.known[key] = found
     return Rung(composition, why, found, found.on(hardware), found.excess(hardware))
