@@ -23,7 +23,7 @@ from zfun.compression import int8
 from zfun.layout import layout_of
 from zfun.planner._price import Hop, price_of_gather, price_of_sum
 from zfun.planner.plans._bare import Bare, Still
-from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
+from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast, missing
 from zfun.planner.plans._peaks import (
     NO_BYTES,
     BucketBytes,
@@ -33,7 +33,7 @@ from zfun.planner.plans._peaks import (
     plan_of_loss,
 )
 from zfun.planner.plans._plan import plan
-from zfun.planner.plans._space import Candidate, Model, composed
+from zfun.planner.plans._space import Candidate, Model
 from zfun.recipes import policy_of
 
 
@@ -58,10 +58,7 @@ class Bound(NamedTuple):
 
     def excess(self, hardware: Hardware) -> dict[str, float]:
         """Return the bytes that are missing at the least, by memory."""
-        sizes = (hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes)
-        places = ("device", "host", "disk")
-        needed = {p: n - size for p, n, size in zip(places, self[3:], sizes, strict=True)}
-        return {place: num_bytes for place, num_bytes in needed.items() if num_bytes > 0}
+        return missing((self.device, self.host, self.disk), hardware)
 
 
 class _OfState(NamedTuple):
@@ -192,7 +189,7 @@ class Bounds:
     def _state_of(self, inner: int, hybrid: bool, precision: Any) -> _OfState:
         choice = Candidate(1, precision=precision, inner=inner, hybrid=hybrid, bucket_bytes=2**60)
         model = self._model
-        make = lambda group: Still(composed(choice, model, group).init)
+        make = lambda group: Still(choice.of(model, group).init)
         found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
         return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
