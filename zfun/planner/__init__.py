@@ -3,8 +3,8 @@
 ==============  ================================================================================
 before a step   ``_trace`` (the order of use), ``_explain`` with ``_price`` (messages) and
                 ``_timeline``; ``plans``, which run the step on tensors without numbers
-                (``_abstract``, ``_kernels``), and ``_meter``, which counts the memory of a step
-                (``_buffers``)
+                (``_abstract``, ``_shapes``, ``_kernels``), and ``_meter``, which counts the
+                memory of a step (``_buffers``)
 after a step    ``_profile``
 without a step  ``formulae``: closed forms of papers and of DeepSpeed
 ==============  ================================================================================

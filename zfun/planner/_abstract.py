@@ -9,15 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import ops, tree
-from zfun.errors import ZfunError
-from zfun.planner._kernels import kernels_of, shape_of
+from zfun.planner._kernels import kernels_of
+from zfun.planner._shapes import Shapes
 from zfun.sources.deferred import Deferred, memory_of
 from zfun.transforms import map_batch
 
@@ -80,22 +76,9 @@ def _taken_for_real() -> Iterator[None]:
 class _Answers(TorchDispatchMode):
     """Answers questions about numbers that fake tensors do not have."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes = Shapes()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return answered(func, args, kwargs or {})
-
-
-def answered(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation; an unknown number is 1, and an unknown condition is true."""
-    try:
-        return shape_of(func, args)(*args, **kwargs)
-    except DynamicOutputShapeException as error:
-        raise ZfunError(
-            "a plan needs shapes that do not depend on data; got "
-            f"{func.overloadpacket.__name__}(), whose result has as many elements as the data "
-            "say; take where() or a weight of zero in its place"
-        ) from error
-    except DataDependentOutputException:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            return True
-        dtype = args[0].dtype
-        return dtype is torch.bool or (1.0 if dtype.is_floating_point else 1)
+        return self._shapes(func, args, kwargs or {})

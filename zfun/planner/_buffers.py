@@ -70,11 +70,11 @@ class WatchedBuffers:
 
     def find(self, x: Tensor | Stored) -> Buffer | None:
         """Return the buffer of a tensor, or of a handle of a tensor on a disk."""
-        return self._live.get(_key(x)) if isinstance(x, Tensor) else self._stored.get(id(x))
+        return self._live.get(storage_of(x)) if isinstance(x, Tensor) else self._stored.get(id(x))
 
     def follow(self, x: Tensor, name: str, device: torch.device) -> Buffer:
         """Return the buffer of a tensor, under a name; the buffer is new if not yet known."""
-        key = _key(x)
+        key = storage_of(x)
         buffer = self._live.get(key)
         if buffer is None:
             storage = x.untyped_storage()
@@ -114,6 +114,11 @@ class WatchedBuffers:
         self._events.clear()
         self._kept = tuple(self._live.values())
 
+    @property
+    def num_events(self) -> int:
+        """The buffers made since the beginning."""
+        return len(self._events)
+
     def replay(self) -> Iterator[Instant]:
         """Yield the bytes between steps, and at every moment after."""
         # Names are final only now: the new state is known.
@@ -147,5 +152,6 @@ def _append(dead: list[int], key: int, _: Any) -> None:
     dead.append(key)
 
 
-def _key(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
+    """Return the identity of the storage of a tensor."""
     return int(x.untyped_storage()._cdata)

@@ -38,9 +38,9 @@ from zfun import tree
 from zfun.collectives import Collective, Group, Work
 from zfun.errors import OptionError
 from zfun.optim import MasterState
-from zfun.planner._abstract import answered
 from zfun.planner._buffers import STATE, WatchedBuffers
 from zfun.planner._parts import Bytes, Live
+from zfun.planner._shapes import Shapes
 from zfun.stores import Stored, on_disk
 
 SMALL = 512
@@ -80,6 +80,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._device_type = torch.device(device).type
         self._buffers = WatchedBuffers(self._device_type)
+        self._shapes = Shapes()
         self._crossed = dict.fromkeys(_WAYS, 0)
         self._num_pauses = 0
         self.listeners: list[Callable[[Any, Any, Any, Any], object]] = []
@@ -96,11 +97,15 @@ class Meter(TorchDispatchMode):
         self._context.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Half of all calls ask for the device of a fake tensor, which each mode would pass on.
             return _device_of(args[0])
-        out = answered(func, args, kwargs)
+        # No function that is called below is one of the step.
+        with torch._C.DisableTorchFunction():
+            return self._followed(func, args, kwargs or {})
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._shapes(func, args, kwargs)
         for listener in self.listeners:
             listener(func, args, kwargs, out)
         if not self._num_pauses and func in _COPIES:
@@ -156,13 +161,18 @@ class Meter(TorchDispatchMode):
         """The bytes moved since the beginning, by the fields of :class:`zfun.planner.Moved`."""
         return dict(self._crossed)
 
+    @property
+    def num_moments(self) -> int:
+        """The moments since the beginning, between steps included."""
+        return 1 + self._buffers.num_events
+
     def made(self, what: str, out: tree.Tree, inputs: tree.Tree) -> None:
         """Follow the storages that an operation has made; the meter calls this itself."""
         given: list[Tensor] | None = None
-        for x in _tensors(out):
+        for x in tensors_in(out):
             if x.untyped_storage().nbytes() < SMALL or self._buffers.find(x) is not None:
                 continue
-            given = [*_tensors(inputs)] if given is None else given
+            given = [*tensors_in(inputs)] if given is None else given
             if any(x.untyped_storage()._cdata == y.untyped_storage()._cdata for y in given):
                 continue
             freed = self._buffers.bury()
@@ -252,15 +262,15 @@ def _device_of(x: Tensor) -> torch.device:
     return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in arguments of operations, which are lists, tuples and dicts at most."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
+        yield from tensors_in([*value.values()])
 
 
 def _born() -> tuple[str, str]:

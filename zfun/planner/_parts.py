@@ -125,5 +125,10 @@ class Live:
         return [row for row in rows if row[0] in ("", "total") or {*row[1:]} != {"0"}]
 
 
+def peaks_of(live: Live) -> tuple[int, ...]:
+    """Return the most bytes on the device, in host memory and on the disk."""
+    return tuple(getattr(live.peak_of(place), place).total for place in PLACES)
+
+
 def _cells(held: Bytes) -> tuple[str, ...]:
     return tuple(f"{n:,}" for n in (*held, held.total))

@@ -136,6 +136,31 @@ def test_the_best_is_that_of_an_exhaustive_search() -> None:
         check_is_best(model, plans, hardware, 4, lossy=False)
 
 
+def test_the_first_step_of_stages_1_and_2_is_planned_like_the_second() -> None:
+    space = [one for one in MODEL.candidates(4, ranks_per_host=2) if one.stage < 3]
+    for one in random.Random(0).sample(space, 4):
+        first, second = (
+            zf.plan(
+                lambda group, one=one: one.of(MODEL, group),
+                MODEL.params,
+                MODEL.batch,
+                4,
+                steps=steps,
+                device="meta",
+            )
+            for steps in (1, 2)
+        )
+        assert first == second, one
+
+
+def test_the_bounds_of_stage_3_know_gathered_and_packed_buckets() -> None:
+    bounds = advised(machine(1.0)).bounds
+    plain = next(one for one in bounds if one.composition == Candidate(3))
+    params = sum(leaf.nbytes for leaf in zf.tree.leaves(PARAMS))
+    # A bucket of all leaves is packed beside the gradients, and the state has a quarter of Adam's.
+    assert plain.device >= 2 * params + 3 * params // 4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("half", [False, True] if FORM == "search" else [])

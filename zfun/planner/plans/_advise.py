@@ -23,6 +23,7 @@ from zfun import tree
 from zfun.collectives import Group, abstract_group
 from zfun.errors import OptionError
 from zfun.options import BOOL, instance, takes
+from zfun.planner._parts import peaks_of
 from zfun.planner.plans._bounds import Bound, Bounds
 from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware
 from zfun.planner.plans._plan import GROUP_OR_SIZE, plan
@@ -178,10 +179,9 @@ class Advice:
 
     def _row(self, rung: Rung) -> tuple[str, ...]:
         found, time = rung.plan, rung.forecast
-        peaks = (getattr(found.peak_of(place), place).total for place in ("device", "host", "disk"))
         return (
             f"{self._mark(rung.composition)}{rung.composition}",
-            *(in_bytes(peak) for peak in peaks),
+            *map(in_bytes, peaks_of(found)),
             f"{time.at_most_s:.3g}",
             time.bottleneck,
             rung.verdict,
@@ -289,9 +289,10 @@ def _fastest(rungs: list[Rung]) -> Rung | None:
 
 def _is_true(bound: Bound, rung: Rung) -> bool:
     """Whether a plan needs at least as much as its bound says."""
-    peaks = (getattr(rung.plan.peak_of(place), place).total for place in ("device", "host", "disk"))
     is_slower = rung.forecast.at_most_s >= bound.forecast.at_most_s * (1 - _CLOSE)
-    return is_slower and all(peak >= least for peak, least in zip(peaks, bound[3:], strict=True))
+    return is_slower and all(
+        peak >= least for peak, least in zip(peaks_of(rung.plan), bound[3:], strict=True)
+    )
 
 
 def _num_choices(choice: Candidate) -> tuple[int, int]:
@@ -312,7 +313,9 @@ def _tried(
     found = model.known.get(key) if batch is model.batch else None
     if found is None:
         make = lambda group: composition.of(model, group)
-        found = plan(make, model.params, batch, group, device="meta")
+        # At stages 1 and 2 the first step is like all others, because it learns no order of use.
+        steps = 2 if composition.stage == 3 else 1
+        found = plan(make, model.params, batch, group, steps=steps, device="meta")
         if batch is model.batch:
             model.known[key] = found
     return Rung(composition, why, found, found.on(hardware), found.excess(hardware))

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zfun import tree
+from zfun.planner._buffers import storage_of
+from zfun.planner._meter import Meter, tensors_in
 from zfun.transforms import cast, split_batch
 from zfun.transforms.grads._value import WeightedMean
 
-MARK, _MARK_SIZE = "eye", 32
+_MARK_SIZE = 32
+MARK_BYTES = 4 * _MARK_SIZE**2
+
+
+class Mark(NamedTuple):
+    """A place between two moments of a bare loss.
+
+    Attributes:
+        kind: ``"use"`` of a leaf, ``"complete"`` for the gradient of one, ``"end"`` of forward.
+        leaf: the number of the leaf.
+        moment: the number of moments before.
+    """
+
+    kind: str
+    leaf: int
+    moment: int
 
 
 class Bare:
@@ -22,7 +39,13 @@ class Bare:
         # The batch is cast too.
         self._loss = loss if dtype is None else cast(loss, dtype)
         self._dtype, self._num = dtype, num_micro_batches
-        self.complete: list[int] = []
+        self.marks: list[Mark] = []
+        self._leaves: dict[int, int] = {}
+
+    def watch(self, meter: Meter) -> None:
+        """Mark places among the moments that a meter sees."""
+        self._meter = meter
+        meter.listeners.append(self._used)
 
     def init(self, params: Any) -> Any:
         made: dict[int, Tensor] = {}
@@ -44,10 +67,12 @@ class Bare:
             for number, x in enumerate(values):
                 if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in trained:
                     trained[id(x)] = x.detach().requires_grad_()
+                    self._leaves[storage_of(x)] = number
                     drop = functools.partial(self._drop, number)
                     trained[id(x)].register_post_accumulate_grad_hook(drop)
             leaves = [trained.get(id(x), x) for x in values]
             found = self._loss(tree.unflatten(spec, leaves), part)
+            self._mark("end", -1)
             found = found[0] if type(found) is tuple else found
             found = found.mean if isinstance(found, WeightedMean) else found
             found.backward(torch.ones_like(found.detach()))
@@ -55,9 +80,18 @@ class Bare:
 
     def _drop(self, number: int, x: Tensor) -> None:
         x.grad = None
-        self.complete.append(number)
-        # An operation that no backward has marks the place in the plan.
-        torch.eye(_MARK_SIZE, device=x.device)
+        self._mark("complete", number)
+        # An operation that frees nothing of the loss shows the bytes at this moment.
+        torch.eye(_MARK_SIZE, dtype=torch.float32, device=x.device)
+
+    def _used(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        for x in tensors_in((args, kwargs)):
+            leaf = self._leaves.get(storage_of(x))
+            if leaf is not None:
+                self._mark("use", leaf)
+
+    def _mark(self, kind: str, leaf: int) -> None:
+        self.marks.append(Mark(kind, leaf, self._meter.num_moments))
 
 
 class Still:

@@ -3,9 +3,10 @@
 [Note: bounds]
 A step holds at least its state, and at each moment of the loss the activations and their gradients,
 which no composition changes: one plan of the bare loss finds these for all compositions that
-recompute alike and split the batch alike. Traffic follows from the layout by the closed forms of
-``_price``. So a bound costs microseconds where a plan costs seconds. :func:`advise` trusts no
-bound blindly: every plan that it makes is compared with the bound of the same composition.
+recompute alike and split the batch alike ([Note: least peaks]). Traffic follows from the layout by
+the closed forms of ``_price``. So a bound costs microseconds where a plan costs seconds.
+:func:`advise` trusts no bound blindly: every plan that it makes is compared with the bound of the
+same composition.
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, sum_group
 from zfun.compression import int8
 from zfun.layout import layout_of
-from zfun.planner._meter import SMALL
 from zfun.planner._price import PricedHop, price_of_gather, price_of_sum
-from zfun.planner.plans._bare import MARK, Bare, Still
-from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast
+from zfun.planner.plans._bare import Bare, Still
+from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast, missing
+from zfun.planner.plans._peaks import (
+    NO_BYTES,
+    BucketBytes,
+    LossPlan,
+    counted,
+    peak_of_pass,
+    plan_of_loss,
+)
 from zfun.planner.plans._plan import plan
-from zfun.planner.plans._space import Candidate, Model, composed
+from zfun.planner.plans._space import Candidate, Model
 from zfun.recipes import policy_of
 
 
@@ -50,24 +58,7 @@ class Bound(NamedTuple):
 
     def excess(self, hardware: Hardware) -> dict[str, float]:
         """Return the bytes that are missing at the least, by memory."""
-        sizes = (hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes)
-        places = ("device", "host", "disk")
-        needed = {p: n - size for p, n, size in zip(places, self[3:], sizes, strict=True)}
-        return {place: num_bytes for place, num_bytes in needed.items() if num_bytes > 0}
-
-
-class _OfLoss(NamedTuple):
-    """A pass of the bare loss forward and back, and its work.
-
-    The curve has the bytes beside the parameters between one complete gradient and the next, at
-    the most; the gradients are numbered as the leaves.
-    """
-
-    curve: tuple[int, ...]
-    complete: tuple[int, ...]
-    flops: int
-    touched: int
-    num_ops: int
+        return missing((self.device, self.host, self.disk), hardware)
 
 
 class _OfState(NamedTuple):
@@ -81,7 +72,8 @@ class _OfState(NamedTuple):
 class _Traffic(NamedTuple):
     """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
 
-    The most bytes of a bucket's gradients and the message that these are packed into are beside.
+    The most bytes of a bucket's gradients and the message that these are packed into are beside,
+    and the bytes of each bucket.
     """
 
     gather: Counter[str]
@@ -94,6 +86,7 @@ class _Traffic(NamedTuple):
     numel: int
     packed: int
     bucket_of_leaf: tuple[int, ...]
+    buckets: tuple[BucketBytes, ...]
 
 
 class Bounds:
@@ -142,10 +135,16 @@ class Bounds:
         device = sum(kept.values()) - stored
         grads = traffic.numel * sizes.grad if k > 1 else 0
         held = grads if choice.stage == 1 else grads // shards
-        ends = () if choice.stage == 1 else traffic.bucket_of_leaf
-        peak = self._once(
-            self._peak_of, choice.recomputed, choice.num_micro_batches, choice.precision, ends
-        )
+        ends, buckets = traffic.bucket_of_leaf, traffic.buckets
+        if choice.stage == 1:
+            # Gradients wait for the end.
+            ends, buckets = (0,) * len(ends), (NO_BYTES,)
+        elif not is_third or shards == 1:
+            buckets = (NO_BYTES,) * len(buckets)
+        elif k > 1 or choice.offloaded:
+            # Sums of several micro-batches are counted above; those in a store leave the device.
+            buckets = tuple(one._replace(summed=0) for one in buckets)
+        peak = self._once(self._peak_of, choice.recomputed, k, choice.precision, ends, buckets)
         held += max(peak, traffic.packed)
         work = StepWork(
             self._group.size,
@@ -167,56 +166,30 @@ class Bounds:
             self._known[key] = make(*args)
         return self._known[key]
 
-    def _loss_of(self, recomputed: bool, num_micro_batches: int, precision: Any) -> _OfLoss:
+    def _loss_of(self, recomputed: bool, num_micro_batches: int, precision: Any) -> LossPlan:
         model = self._model
         loss = model.recomputed if recomputed and model.recomputed else model.loss
         bare = Bare(loss, num_micro_batches, policy_of(precision).compute)
-        found = plan(
-            lambda group: bare, model.params, model.batch, self._group, steps=1, device="meta"
-        )
-        curve = [0]
-        for one in found.instants:
-            if one.what.startswith(MARK):
-                curve.append(0)
-            else:
-                curve[-1] = max(curve[-1], one.device.total - one.device.params)
-        flops = found.flops.forward + found.flops.backward + found.flops.recomputed
-        return _OfLoss(
-            tuple(curve),
-            tuple(bare.complete),
-            flops,
-            found.touched.num_bytes,
-            found.touched.num_ops,
-        )
+        return plan_of_loss(bare, model.params, model.batch, self._group)
 
     def _peak_of(
-        self, recomputed: bool, num_micro_batches: int, precision: Any, ends: tuple[int, ...]
+        self,
+        recomputed: bool,
+        num_micro_batches: int,
+        precision: Any,
+        bucket_of_leaf: tuple[int, ...],
+        buckets: tuple[BucketBytes, ...],
     ) -> int:
-        """Return the most bytes of a pass, where gradients wait for the last of their bucket.
-
-        Without buckets, all gradients wait for the end.
-        """
         loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
         dtype = policy_of(precision).compute
         leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
-        sizes = [_counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
-        left = Counter(ends[leaf] for leaf in loss.complete) if ends else Counter()
-        waiting: Counter[int] = Counter()
-        most = loss.curve[0]
-        for leaf, num_bytes in zip(loss.complete, loss.curve[1:], strict=True):
-            bucket = ends[leaf] if ends else 0
-            waiting[bucket] += sizes[leaf]
-            left[bucket] -= 1
-            if left[bucket] == 0:
-                # A bucket that has left may be gone at once.
-                waiting[bucket] = 0
-            most = max(most, num_bytes + waiting.total())
-        return most
+        sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
+        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets)
 
     def _state_of(self, inner: int, hybrid: bool, precision: Any) -> _OfState:
         choice = Candidate(1, precision=precision, inner=inner, hybrid=hybrid, bucket_bytes=2**60)
         model = self._model
-        make = lambda group: Still(composed(choice, model, group).init)
+        make = lambda group: Still(choice.of(model, group).init)
         found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
         return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
@@ -239,21 +212,30 @@ class Bounds:
         of_grads = codec if "grads" in compressed else None
         hops: dict[str, list[PricedHop]] = {"gather": [], "again": [], "sum": [], "whole": []}
         packed = 0
+        buckets: list[BucketBytes] = []
         for bucket in layout.buckets:
             numel, kept = bucket.padded_numel, bucket.dtype.itemsize
             sent = (policy.compute or bucket.dtype).itemsize
             hops["gather"] += price_of_gather(numel // group.size, sent, group, of_params)
             if secondary and isinstance(group, Mesh):
-                part, itemsize = numel // group.inner.size, sent if of_params is None else kept
-                hops["again"] += price_of_gather(part, itemsize, group.inner, None)
-            hops["sum"] += price_of_sum(
-                numel, _reduced(bucket.dtype, policy.reduce), group, of_grads
-            )
-            hops["whole"] += price_of_gather(numel // group.size, kept, group, None)
+                itemsize = sent if of_params is None else kept
+                hops["again"] += price_of_gather(
+                    numel // group.inner.size, itemsize, group.inner, None
+                )
             grad, reduced = sent, _reduced(bucket.dtype, policy.reduce)
+            summing = price_of_sum(numel, reduced, group, of_grads)
+            hops["sum"] += summing
+            hops["whole"] += price_of_gather(numel // group.size, kept, group, None)
+            summed = numel // group.size * reduced
+            # A codec makes one message from the packed gradients, and receives another.
+            sending = summed if of_grads is None else 2 * counted(summing[0].sent_bytes)
+            row = group.inner.size if isinstance(group, Mesh) else 1
+            part = numel // row * sent if secondary else 0
+            held = numel * sent, numel * reduced, sending, summed, part
+            buckets.append(BucketBytes(*map(counted, held)))
             is_packed = len(bucket.leaves) > 1 or grad != reduced
-            grads = sum(_counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
-            packed = max(packed, _counted(numel * reduced) + grads * is_packed)
+            grads = sum(counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
+            packed = max(packed, counted(numel * reduced) + grads * is_packed)
         again = hops["again"] or hops["gather"]
         return _Traffic(
             _by_axis(hops["gather"]),
@@ -266,6 +248,7 @@ class Bounds:
             sum(bucket.padded_numel for bucket in layout.buckets),
             packed,
             tuple(layout.leaves[slot].bucket for slot in layout.positions),
+            tuple(buckets),
         )
 
 
@@ -288,11 +271,6 @@ def _itemsizes(choice: Candidate, model: Model) -> _Itemsizes:
 def _reduced(dtype: torch.dtype, reduce: torch.dtype | None) -> int:
     is_half = dtype in (torch.bfloat16, torch.float16)
     return (reduce or (torch.float32 if is_half else dtype)).itemsize
-
-
-def _counted(num_bytes: int) -> int:
-    """Return the bytes of a storage that a meter counts."""
-    return num_bytes if num_bytes >= SMALL else 0
 
 
 def _by_axis(hops: list[PricedHop]) -> Counter[str]:

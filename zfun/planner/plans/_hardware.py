@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from zfun.errors import OptionError
 from zfun.options import instance, integer, number, takes
+from zfun.planner._parts import PLACES
 
 _SIZE = number(0, infinite=True, example="80e9")
 _RATE = number(above=0, infinite=True, example="1e12")
@@ -200,6 +201,13 @@ class Forecast(NamedTuple):
     def efficiency(self) -> float:
         """The share of computation in a step in which nothing overlaps."""
         return self.compute_s / self.at_most_s if self.at_most_s else 1.0
+
+
+def missing(needed: Iterable[int], hardware: Hardware) -> dict[str, float]:
+    """Return the bytes beyond each memory of a machine, by place."""
+    sizes = hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes
+    excess = (num_bytes - size for num_bytes, size in zip(needed, sizes, strict=True))
+    return {place: n for place, n in zip(PLACES, excess, strict=True) if n > 0}
 
 
 def forecast(work: StepWork, hardware: Hardware) -> Forecast:

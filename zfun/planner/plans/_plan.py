@@ -181,9 +181,24 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
+    return planned(recipe, params, batch, group, steps, device)
+
+
+def planned(
+    recipe: Callable[[Group], Any],
+    params: tree.Tree,
+    batch: Any,
+    group: Group | int,
+    steps: int,
+    device: torch.device | str,
+    watch: Callable[[Meter], object] | None = None,
+) -> Plan:
+    """Plan a step, as :func:`plan` does; ``watch`` is called with the meter."""
     device = _present(device)
     ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
     observer = Observer(abstract_group(ranks.size, ranks.rank), device)
+    if watch is not None:
+        watch(observer.meter)
     # Outside of the context, because optimizers are probed with numbers.
     run = recipe(observer.group)
     with _without_collector(), abstract(device, metered=True) as fake:

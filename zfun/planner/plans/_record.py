@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zfun.options import ANY, takes
-from zfun.planner._parts import PLACES, Live
+from zfun.planner._parts import Live, peaks_of
 from zfun.planner.plans._flops import Flops, Touched
-from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, StepWork, forecast
+from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, StepWork, forecast, missing
 from zfun.planner.plans._kept import PathBytes
 from zfun.tables import html_table, in_bytes, in_columns
 
@@ -133,11 +133,7 @@ class Plan(Live):
             >>> found.excess(zf.planner.Hardware(flops_per_s=1e12, device_bytes=2048))
             {'device': 4312}
         """
-        sizes = zip(
-            PLACES, (hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes), strict=True
-        )
-        needed = {place: getattr(self.peak_of(place), place).total - size for place, size in sizes}
-        return {place: num_bytes for place, num_bytes in needed.items() if num_bytes > 0}
+        return missing(peaks_of(self), hardware)
 
     def draw(self, title: str | None = None) -> Any:
         """Draw the bytes by category over the moments of a step.

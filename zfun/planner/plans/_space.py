@@ -153,27 +153,22 @@ class Candidate(NamedTuple):
 
     def of(self, model: Model, group: Group) -> Any:
         """Return the functions of a model under these choices."""
-        return composed(self, model, group)
-
-
-def composed(choice: Candidate, model: Model, group: Group) -> Any:
-    """Return the functions of a model under the choices of a candidate."""
-    loss = model.recomputed if choice.recomputed and model.recomputed else model.loss
-    # An abstract tensor is not written, so that any directory will do.
-    store: Any = stores.nvme(tempfile.gettempdir()) if choice.on_disk else stores.host(pin=False)
-    prefetch = 0 if choice.lean and choice.stage == 3 else 1
-    return zero(
-        choice.stage,
-        loss,
-        model.optimizer,
-        choice.placed(group),
-        precision=choice.precision,
-        num_micro_batches=choice.num_micro_batches,
-        offload=stores.Offload(**dict.fromkeys(choice.offloaded, store)),
-        compression=Compression(**dict.fromkeys(choice.compressed, int8())),
-        schedule=ScheduleOptions(prefetch=prefetch, secondary=choice.secondary),
-        bucket_bytes=choice.closes_at,
-    )
+        loss = model.recomputed if self.recomputed and model.recomputed else model.loss
+        # An abstract tensor is not written, so that any directory will do.
+        store: Any = stores.nvme(tempfile.gettempdir()) if self.on_disk else stores.host(pin=False)
+        prefetch = 0 if self.lean and self.stage == 3 else 1
+        return zero(
+            self.stage,
+            loss,
+            model.optimizer,
+            self.placed(group),
+            precision=self.precision,
+            num_micro_batches=self.num_micro_batches,
+            offload=stores.Offload(**dict.fromkeys(self.offloaded, store)),
+            compression=Compression(**dict.fromkeys(self.compressed, int8())),
+            schedule=ScheduleOptions(prefetch=prefetch, secondary=self.secondary),
+            bucket_bytes=self.closes_at,
+        )
 
 
 def candidates(

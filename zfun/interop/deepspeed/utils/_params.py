@@ -130,7 +130,7 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
         part.write(value, local=True)
 
 
-class _Part(NamedTuple):
+class _LeafCopy(NamedTuple):
     """A leaf of a part of the state; ``scale`` is in the part, and not in a caller's values."""
 
     flat: Flat
@@ -189,25 +189,25 @@ def _needed(param: Tensor, function: str, value: Tensor | None = None) -> tuple[
     return found
 
 
-def _copies(engine: Engine, name: str) -> list[_Part]:
+def _copies(engine: Engine, name: str) -> list[_LeafCopy]:
     """Return the parts of the state with the value of a leaf, the most exact one first."""
     state = engine.state
     flats = (*masters_of(state.opt_state), state.params, state.frozen)
-    return [_Part(x, name) for x in flats if x is not None and name in x.layout.paths]
+    return [_LeafCopy(x, name) for x in flats if x is not None and name in x.layout.paths]
 
 
-def _fp32(param: Tensor) -> _Part | None:
+def _fp32(param: Tensor) -> _LeafCopy | None:
     return None if (found := _of(param)) is None else _copies(*found)[0]
 
 
-def _grad(param: Tensor) -> _Part | None:
+def _grad(param: Tensor) -> _LeafCopy | None:
     found = _of(param)
     if found is None or (grads := found[0].grads) is None or found[1] not in grads.layout.paths:
         return None
-    return _Part(grads, found[1], found[0].loss_scale)
+    return _LeafCopy(grads, found[1], found[0].loss_scale)
 
 
-def _needed_grad(param: Tensor, function: str) -> _Part:
+def _needed_grad(param: Tensor, function: str) -> _LeafCopy:
     part = _grad(param)
     if part is None:
         raise OptionError(
@@ -217,7 +217,7 @@ def _needed_grad(param: Tensor, function: str) -> _Part:
     return part
 
 
-def _moments(param: Tensor, key: str) -> _Part | None:
+def _moments(param: Tensor, key: str) -> _LeafCopy | None:
     if (found := _of(param)) is None:
         return None
     engine, name = found
@@ -231,4 +231,4 @@ def _moments(param: Tensor, key: str) -> _Part | None:
             f"an optimizer has moments by torch's names; got {key!r}, and leaf {name!r} has "
             f"{sorted(own)}; pass one of these"
         )
-    return _Part(own[key], name) if own else None
+    return _LeafCopy(own[key], name) if own else None
