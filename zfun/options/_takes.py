@@ -135,6 +135,7 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
         AssertionError: from the decorator: an argument without a kind.
 
     Example:
+        >>> from zfun.options import one_of
         >>> @takes(stage=one_of(0, 1, 2, 3, example="3"))
         ... def train(stage: int, *, bucket_bytes: int = 1): ...
         >>> train("x")

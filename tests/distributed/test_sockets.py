@@ -1,22 +1,25 @@
-"""Processes of this machine listen on the loopback interface only."""
+"""Sockets: processes listen on the loopback interface only, and send what the formula says."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import loopback
 from tests.distributed import needs_shared_memory, processes
 from zfun.collectives import Group
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(90),
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; network namespaces"),
 ]
 _LISTENS = "0A"
 
@@ -56,3 +59,26 @@ def test_spawned_processes_listen_on_the_loopback_interface_only(shared_memory: 
     assert len(parent) == 1
     assert all(ranks)
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_step_sends_two_or_three_times_the_parameters() -> None:
+    """Ranks send the parameters and gradients of the stage; all other bytes, headers included, stay
+    below one percent.
+    """
+    if not loopback.can_have_own_network():
+        pytest.skip(
+            "this user may not make network namespaces, and on the common loopback others are "
+            "heard too"
+        )
+    command = [*loopback.OWN_NETWORK, sys.executable, "-m", "tests.loopback"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert run.returncode == 0, run.stderr
+    sent = json.loads(run.stdout)
+    assert list(sent) == ["0", "1", "2", "3"]
+    for stage, times in sent.items():
+        expected = 3.0 if stage == "3" else 2.0
+        assert expected <= times <= 1.01 * expected, (
+            f"stage {stage} sends {times:.4f} times the parameters"
+        )
