@@ -21,7 +21,7 @@ from zfun.planner.plans._plan import planned
 from zfun.transforms import MAX_IN_FLIGHT
 
 
-class Segment(NamedTuple):
+class PeakSegment(NamedTuple):
     """The moments of a bare loss from one mark to the next.
 
     Attributes:
@@ -47,7 +47,7 @@ class LossPlan(NamedTuple):
         num_ops: the operations.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PeakSegment, ...]
     flops: int
     touched: int
     num_ops: int
@@ -78,7 +78,7 @@ def plan_of_loss(bare: Bare, params: Any, batch: Any, group: Any) -> LossPlan:
     """Plan a bare loss."""
     found = planned(lambda _: bare, params, batch, group, 1, "meta", bare.watch)
     held = [one.device.total - one.device.params for one in found.instants]
-    segments = [Segment("start", -1, 0, max(held[: bare.marks[0].moment], default=0))]
+    segments = [PeakSegment("start", -1, 0, max(held[: bare.marks[0].moment], default=0))]
     # An operation on a leaf follows views of the leaf.
     marks = [next(same) for _, same in itertools.groupby(bare.marks, lambda mark: mark[:2])]
     ends = [*(mark.moment for mark in marks[1:]), len(held)]
@@ -87,7 +87,7 @@ def plan_of_loss(bare: Bare, params: Any, batch: Any, group: Any) -> LossPlan:
         is_complete = mark.kind == "complete"
         first = held[mark.moment] - MARK_BYTES if is_complete else 0
         most = max(held[mark.moment + is_complete : end], default=0)
-        segments.append(Segment(mark.kind, mark.leaf, first, most))
+        segments.append(PeakSegment(mark.kind, mark.leaf, first, most))
     flops = found.flops.forward + found.flops.backward + found.flops.recomputed
     return LossPlan(tuple(segments), flops, found.touched.num_bytes, found.touched.num_ops)
 
