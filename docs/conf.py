@@ -45,6 +45,7 @@ nitpick_ignore = [
         "contextlib.AbstractContextManager",
         "argparse.ArgumentParser",
         "zfun.interop.deepspeed._settings.Settings",
+        "zfun.recipes._options.ZeroOptions",
         "ForkServerContext",
         "When",
         "Path",
