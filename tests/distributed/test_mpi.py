@@ -43,7 +43,7 @@ needs_mpi = [
         reason="needs mpirun and mpi4py, as from pip install mpi4py mpich",
     ),
 ]
-# What the other bodies use of a transport, these use too.
+# These three use every part of a transport that the other bodies use.
 QUICK: list[Callable[[zf.Group], Any]] = [
     bodies.any_dtype_and_shape,
     bodies.values_differ,
