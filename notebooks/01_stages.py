@@ -224,7 +224,7 @@ _ = figures.timeline(
 # %% [markdown]
 # ## Scaling
 #
-# State that a stage does not shard stays constant. Lines show the formulae for this model, points the
+# Whole state stays constant. Lines show the formulae for this model, points the
 # measurements on 1 to 16 simulated ranks. The points lie slightly above the lines because of
 # padding: each rank's piece of a bucket is a multiple of 32 elements.
 
