@@ -26,7 +26,6 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ===================  ==============================================================================
 """
 
-# ruff: noqa: F401
 from zfun.interop.deepspeed import accelerator, comm, launcher, ops, runtime, utils
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
@@ -43,6 +42,31 @@ from zfun.interop.deepspeed.runtime import (
 )
 from zfun.interop.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from zfun.interop.deepspeed.utils import OnDevice, log_dist, logger
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "OnDevice",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "config",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "install",
+    "launcher",
+    "log_dist",
+    "logger",
+    "lr_schedules",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
 
 __version__ = version = VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
