@@ -12,6 +12,7 @@ same composition.
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +193,19 @@ class Bounds:
         make = lambda group: Still(choice.of(model, group).init)
         found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
-        return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
+        size = sum_group(choice.placed(self._group)).size
+        layout = layout_of(model.params, size, 2**60, dtype=policy_of(precision).param)
+        # Padding lies on the last rank, so the first has more than its share of the numbers.
+        whole, padded = min(
+            (
+                (sum(layout.leaves[n].numel for n in b.leaves), b.padded_numel)
+                for b in layout.buckets
+            ),
+            key=lambda numels: Fraction(*numels),
+            default=(1, 1),
+        )
+        params, *shards = (sum(getattr(row, part) for row in rows) for part in _OfState._fields)
+        return _OfState(params, *(num_bytes * whole // padded for num_bytes in shards))
 
     def _traffic_of(
         self,
