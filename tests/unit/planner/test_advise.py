@@ -363,7 +363,7 @@ def test_the_command_measures_this_machine(tmp_path: Any, capsys: Any) -> None:
     assert cli.main(["hw-bench", str(tmp_path), "--mib", "4", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert {"flops_per_s", "memory", "host_memory", "network", "disk", "latency_s"} <= set(found)
-    assert {"touch", "op_s", "least_flops_per_s"} <= set(found)
+    assert {"touch", "op_s", "leaf_s", "least_flops_per_s"} <= set(found)
     assert all(value > 0 for value in found.values())
     assert "written" in capsys.readouterr().out
 

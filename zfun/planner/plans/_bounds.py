@@ -157,6 +157,7 @@ class Bounds:
             kept["optimizer"] if "optimizer" in choice.offloaded else 0,
             k * loss.touched,
             k * loss.num_ops,
+            sum(isinstance(leaf, Tensor) for leaf in tree.leaves(self._model.params)),
         )
         on_disk = stored if choice.on_disk else 0
         return work, device + held, stored - on_disk, on_disk
@@ -196,16 +197,12 @@ class Bounds:
         size = sum_group(choice.placed(self._group)).size
         layout = layout_of(model.params, size, 2**60, dtype=policy_of(precision).param)
         # Padding lies on the last rank, so the first has more than its share of the numbers.
-        whole, padded = min(
-            (
-                (sum(layout.leaves[n].numel for n in b.leaves), b.padded_numel)
-                for b in layout.buckets
-            ),
-            key=lambda numels: Fraction(*numels),
-            default=(1, 1),
+        filled = min(
+            (Fraction(bucket.numel, bucket.padded_numel) for bucket in layout.buckets),
+            default=Fraction(1),
         )
         params, *shards = (sum(getattr(row, part) for row in rows) for part in _OfState._fields)
-        return _OfState(params, *(num_bytes * whole // padded for num_bytes in shards))
+        return _OfState(params, *(int(filled * num_bytes) for num_bytes in shards))
 
     def _traffic_of(
         self,
