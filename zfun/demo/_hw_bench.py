@@ -7,10 +7,9 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zfun import ops, optim, stores
 from zfun.collectives import (
@@ -78,7 +77,7 @@ def measure_hardware(
         progress()
         touch, op_s, least = map(statistics.median, zip(*workers.run(_loss, device), strict=True))
         progress()
-        message_s, step_s = map(max, zip(*workers.run(_steps, device), strict=True))
+        message_s, leaf_s, step_s = map(max, zip(*workers.run(_steps, device), strict=True))
         progress()
         memory = statistics.median(workers.run(_update, device, mib))
         progress()
@@ -103,6 +102,7 @@ def measure_hardware(
         touch=touch,
         op_s=op_s,
         message_s=message_s,
+        leaf_s=leaf_s,
         step_s=step_s,
         least_flops_per_s=min(least, flops),
     )
@@ -161,27 +161,40 @@ def _loss(group: Group, device: torch.device) -> _BenchLoss:
     )
 
 
-def _steps(group: Group, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a message and those of an empty step, from steps of few numbers."""
-    found: list[tuple[int, float]] = []
-    for count in (2, 34):
-        params = {f"p{number}": torch.ones(8, device=device) for number in range(count)}
-        loss = lambda p, x: sum((leaf * x).sum() for leaf in p.values())
-        recorded = record(group)
-        z = zero(3, loss, optim.adamw(1e-4), recorded, bucket_bytes=1)
-        state, x = z.init(params), torch.ones(8, device=device)
+class _BenchSteps(NamedTuple):
+    message_s: float
+    leaf_s: float
+    step_s: float
 
-        def step(z: Any = z, x: Tensor = x) -> None:
-            nonlocal state
-            state, _ = z.step(state, x)
 
-        step()
-        recorded.clear()
-        step()
-        found.append((len(recorded.log), _seconds(step, device, max)))
-    (few, short), (many, long) = found
-    message_s = max(0.0, (long - short) / (many - few)) if many > few else 0.0
-    return message_s, max(0.0, short - few * message_s)
+def _steps(group: Group, device: torch.device) -> _BenchSteps:
+    """Return the seconds of a message, of a leaf and of an empty step, from small steps."""
+    few, bare_s = _small_step(group, device, 2, 2**20)
+    _, leaves_s = _small_step(group, device, 34, 2**20)
+    many, messages_s = _small_step(group, device, 34, 1)
+    message_s = max(0.0, (messages_s - leaves_s) / (many - few)) if many > few else 0.0
+    leaf_s = max(0.0, (leaves_s - bare_s) / 32)
+    return _BenchSteps(message_s, leaf_s, max(0.0, bare_s - few * message_s - 2 * leaf_s))
+
+
+def _small_step(
+    group: Group, device: torch.device, num_leaves: int, bucket_bytes: int
+) -> tuple[int, float]:
+    """Return the messages and the seconds of a step."""
+    params = {f"p{number}": torch.ones(8, device=device) for number in range(num_leaves)}
+    loss = lambda p, x: sum((leaf * x).sum() for leaf in p.values())
+    recorded = record(group)
+    z = zero(3, loss, optim.adamw(1e-4), recorded, bucket_bytes=bucket_bytes)
+    state, x = z.init(params), torch.ones(8, device=device)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = z.step(state, x)
+
+    step()
+    recorded.clear()
+    step()
+    return len(recorded.log), _seconds(step, device, max)
 
 
 def _update(group: Group, device: torch.device, mib: int) -> float:

@@ -421,6 +421,9 @@ def test_the_operations_of_the_loss_cost_time_in_the_upper_bound_alone() -> None
     assert slow.at_least_s == plan.flops.total / 2e9
     added = plan.touched.num_bytes / 1e6 + plan.touched.num_ops * 1e-3
     assert slow.at_most_s == pytest.approx(plan.flops.total / 1e9 + added)
+    assert {plan.num_leaves for plan in plans} == {len(zf.tree.leaves(gpt2()))}
+    leaves = plan.on(Hardware(flops_per_s=math.inf, leaf_s=1e-3))
+    assert (leaves.at_least_s, leaves.at_most_s) == (0, pytest.approx(plan.num_leaves * 1e-3))
 
 
 def test_compositions_are_compared_in_one_table() -> None:

@@ -12,6 +12,7 @@ same composition.
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -156,6 +157,7 @@ class Bounds:
             kept["optimizer"] if "optimizer" in choice.offloaded else 0,
             k * loss.touched,
             k * loss.num_ops,
+            sum(isinstance(leaf, Tensor) for leaf in tree.leaves(self._model.params)),
         )
         on_disk = stored if choice.on_disk else 0
         return work, device + held, stored - on_disk, on_disk
@@ -192,7 +194,15 @@ class Bounds:
         make = lambda group: Still(choice.of(model, group).init)
         found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
-        return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
+        size = sum_group(choice.placed(self._group)).size
+        layout = layout_of(model.params, size, 2**60, dtype=policy_of(precision).param)
+        # Padding lies on the last rank, so the first has more than its share of the numbers.
+        filled = min(
+            (Fraction(bucket.numel, bucket.padded_numel) for bucket in layout.buckets),
+            default=Fraction(1),
+        )
+        params, *shards = (sum(getattr(row, part) for row in rows) for part in _OfState._fields)
+        return _OfState(params, *(int(filled * num_bytes) for num_bytes in shards))
 
     def _traffic_of(
         self,

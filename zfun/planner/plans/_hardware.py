@@ -34,6 +34,7 @@ _RATE = number(above=0, infinite=True, example="1e12")
     touch=_RATE,
     op_s=number(0),
     message_s=number(0),
+    leaf_s=number(0),
     step_s=number(0),
     least_flops_per_s=_RATE | None,
 )
@@ -65,6 +66,7 @@ class Hardware:
         op_s: seconds that each operation of a loss takes beside its bytes, in the upper bound.
         message_s: seconds that a rank works for each message, with the update of its bucket, in the
             upper bound.
+        leaf_s: seconds that a rank works for each leaf of the parameters, in the upper bound.
         step_s: seconds of a step that has nothing to do, in the upper bound.
         least_flops_per_s: as ``flops_per_s``, in the slowest products of a step, for the upper
             bound; by default the same.
@@ -89,6 +91,7 @@ class Hardware:
     touch: float = math.inf
     op_s: float = 0.0
     message_s: float = 0.0
+    leaf_s: float = 0.0
     step_s: float = 0.0
     least_flops_per_s: float | None = None
 
@@ -137,6 +140,7 @@ class StepWork(NamedTuple):
         state_elsewhere: bytes of the optimizer's state in stores.
         touched: bytes that the operations of the loss read and write.
         num_ops: the operations of the loss.
+        num_leaves: the leaves of the parameters.
     """
 
     num_ranks: int
@@ -149,6 +153,7 @@ class StepWork(NamedTuple):
     state_elsewhere: int
     touched: int
     num_ops: int
+    num_leaves: int
 
 
 class Forecast(NamedTuple):
@@ -168,7 +173,7 @@ class Forecast(NamedTuple):
         disk_s: seconds of reads and writes.
         update_s: seconds of the optimizer's step.
         loss_s: seconds that the operations of the loss and the work of the rank for its messages
-            may take beside ``compute_s``.
+            and leaves may take beside ``compute_s``.
         least_network_s: seconds of collectives that enter each host once.
     """
 
@@ -215,7 +220,7 @@ def forecast(work: StepWork, hardware: Hardware) -> Forecast:
 
     Example:
         >>> machine = Hardware(flops_per_s=1e12, network=1e9, local_network=9e9, ranks_per_host=8)
-        >>> work = StepWork(16, 10**12, {"": 9 * 10**9}, 0, 0, 0, 0, 0, 0, 0)
+        >>> work = StepWork(16, 10**12, {"": 9 * 10**9}, 0, 0, 0, 0, 0, 0, 0, 0)
         >>> found = forecast(work, machine)
         >>> found.network_s, found.least_network_s, found.at_most_s
         (9.0, 1.125, 10.0)
@@ -243,6 +248,7 @@ def forecast(work: StepWork, hardware: Hardware) -> Forecast:
         + work.touched / hardware.touch
         + work.num_ops * hardware.op_s
         + work.num_messages * hardware.message_s
+        + work.num_leaves * hardware.leaf_s
         + hardware.step_s,
         min(least, most) + across + within + starts,
     )

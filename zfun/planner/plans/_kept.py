@@ -57,6 +57,11 @@ def _bytes_of(leaf: Any) -> int:
     return 0
 
 
+def num_leaves(state: Any) -> int:
+    """Return the number of leaves of the parameters."""
+    return sum(len(flat.layout.leaves) for flat in dict(_parts(state))["params"])
+
+
 def bytes_by_path(state: Any) -> tuple[PathBytes, ...]:
     found: dict[str, dict[str, int]] = {}
 

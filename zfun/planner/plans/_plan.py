@@ -25,7 +25,7 @@ from zfun.planner._kernels import AttentionCounter
 from zfun.planner._meter import Meter
 from zfun.planner._parts import Live
 from zfun.planner.plans._flops import FlopCounter
-from zfun.planner.plans._kept import bytes_by_path
+from zfun.planner.plans._kept import bytes_by_path, num_leaves
 from zfun.planner.plans._record import Moved, Plan, Sent
 
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
@@ -94,6 +94,7 @@ class Observer:
             flops,
             touched,
             self._attention.counts(),
+            num_leaves(state),
         )
 
     def _sent(self) -> tuple[Sent, ...]:

@@ -65,6 +65,7 @@ class Plan(Live):
         touched: bytes that the operations of the loss read and write.
         attention: the kernels of :func:`torch.nn.functional.scaled_dot_product_attention` in
             forward, each with the number of calls.
+        num_leaves: the leaves of the parameters.
     """
 
     size: int
@@ -75,6 +76,7 @@ class Plan(Live):
     flops: Flops
     touched: Touched
     attention: tuple[tuple[str, int], ...] = ()
+    num_leaves: int = 0
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
         """Return the bytes that the rank sends in a step, of one name or along one axis."""
@@ -119,6 +121,7 @@ class Plan(Live):
             elsewhere,
             self.touched.num_bytes,
             self.touched.num_ops,
+            self.num_leaves,
         )
 
     @takes(self=ANY, hardware=HARDWARE)
