@@ -44,6 +44,9 @@ DEEPSPEED_VENV := $(VENV)-deepspeed
 DEEPSPEED_PIP := $(DEEPSPEED_VENV)/bin/python -m pip --disable-pip-version-check
 GPU_VENV := $(VENV)-gpu
 GPU_PIP := $(GPU_VENV)/bin/python -m pip --disable-pip-version-check
+# The tests start hundreds of processes that import zfun, which would each compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 CODE := benchmarks conftest.py docs examples hatch_build.py notebooks tests tools zfun
 
 # A test in one process keeps one core busy, so such tests run side by side, a file in one process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,9 +32,8 @@ def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
     """
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED.isdisjoint(path.relative_to(root).parts):
-            text += _read(path)
+    for path in sorted(_sources(root)):
+        text += _read(path)
         if len(text) >= limit:
             break
     if not text:
@@ -42,6 +42,12 @@ def stdlib_bytes(limit: int = 4_000_000) -> Tensor:
             "read; install it"
         )
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(root):
+        below[:] = set(below) - SKIPPED  # os.walk enters what is left
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def _read(path: Path) -> bytes:

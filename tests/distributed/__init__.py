@@ -10,11 +10,15 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import zfun as zf
+from tests.conftest import on_one_core
 from zfun.collectives import Workers
 
 # The modules of torch and of the tests that ranks use. One process imports the
@@ -25,6 +29,7 @@ _IMPORTED = [
     "torch.distributed.device_mesh",
     "tests.distributed.programs.bodies",
     "tests.distributed.programs.dtensors",
+    "tests.distributed.programs.first_kernel",
     "tests.distributed.test_restarts",
     "tests.distributed.test_shared_memory",
 ]
@@ -45,6 +50,30 @@ def processes(size: int, **options: Any) -> Workers:
     cover processes that import torch themselves.
     """
     return Workers(size, context=fork_server(), **options)
+
+
+def run_forked(program: str, folder: Path, *, timeout_s: float) -> tuple[int | None, str]:
+    """Run a program in a folder, in a process that has imported torch; return code and errors."""
+    process = fork_server().Process(target=_execute, args=(program, folder))
+    process.start()
+    process.join(timeout_s)
+    process.kill()
+    process.join()
+    return process.exitcode, (folder / "errors").read_text()
+
+
+def _execute(program: str, folder: Path) -> None:
+    os.chdir(folder)
+    with Path("errors").open("w") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    exec(program, {"__name__": "__main__"})
+
+
+@functools.cache
+def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
+    """Run a body on simulated ranks, once for all transports."""
+    with on_one_core():
+        return zf.simulate(size, body)
 
 
 def run_program(program: str, *, timeout_s: float) -> list[tuple[int, str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 
 import zfun as zf
-from tests.conftest import on_one_core
-from tests.distributed import processes
+from tests.distributed import processes, simulated
 from tests.distributed.programs import (
     bodies,
     branches,
@@ -45,12 +43,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
         size, timeout_s=40.0, collective_timeout_s=20.0, shared_memory=shared_memory
     ) as held:
         yield size, held
-
-
-@functools.cache
-def simulated(size: int, body: Callable[[zf.Group], Any]) -> list[Any]:
-    with on_one_core():
-        return zf.simulate(size, body)
 
 
 BODIES = [

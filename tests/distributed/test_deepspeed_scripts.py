@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import run_forked
+from zfun.interop.deepspeed.launcher.runner import main
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "scripts"
 pytestmark = pytest.mark.processes
@@ -33,6 +36,8 @@ def run(
 
 
 INSTALLED = """
+import warnings
+warnings.simplefilter("error", UserWarning)
 from zfun.interop.deepspeed import install
 install()
 install()
@@ -71,18 +76,26 @@ deepspeed.initialize
 
 
 def test_import_deepspeed_gives_the_names_of_zfun(tmp_path: Path) -> None:
-    done = run("-W", "error::UserWarning", "-c", INSTALLED, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = run("-c", LATE, folder=tmp_path)
-    assert "OptionError: install() comes before" in done.stderr
-    assert "got accelerate, which is already imported" in done.stderr
+    code, errors = run_forked(INSTALLED, tmp_path, timeout_s=100.0)
+    assert code == 0, errors
+    code, errors = run_forked(LATE, tmp_path, timeout_s=100.0)
+    assert code == 1
+    assert "OptionError: install() comes before" in errors
+    assert "got accelerate, which is already imported" in errors
     info = tmp_path / "other" / "deepspeed-9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9\n")
     (tmp_path / "other" / "deepspeed.py").touch()
-    done = run("-c", OTHER, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "DeepSpeed 9.9, which is installed, is not used" in done.stderr
+    code, errors = run_forked(OTHER, tmp_path, timeout_s=100.0)
+    assert code == 0, errors
+    assert "DeepSpeed 9.9, which is installed, is not used" in errors
+
+
+# A script that imports nothing: the launcher has the code, whatever the ranks are.
+FAILS = """
+import os, sys
+sys.exit(7 * int(os.environ["RANK"]))
+"""
 
 
 def test_the_launcher_starts_ranks_and_ends_with_their_code(tmp_path: Path) -> None:
@@ -93,13 +106,17 @@ def test_the_launcher_starts_ranks_and_ends_with_their_code(tmp_path: Path) -> N
     assert sorted(done.stdout.split("\n"))[1:] == [
         f"rank {rank} of 2: {rank} 0.19.8 1" for rank in range(2)
     ]
-    done = run(*launch, "--num_gpus", "2", script, "--fail", "1", folder=tmp_path)
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = run(*launch, "--num_gpus", "2", "fails.py", folder=tmp_path)
     assert done.returncode == 7
-    done = run(*launch, "missing.py", folder=tmp_path)
-    assert done.returncode == 1
-    assert "a script or a command; got 'missing.py'" in done.stderr
     done = run(*launch, "python", "-c", "import deepspeed, sys; sys.exit(5)", folder=tmp_path)
     assert done.returncode == 5
+
+
+def test_the_launcher_refuses_a_script_that_is_missing() -> None:
+    with pytest.raises(SystemExit, match=r"a script or a command; got 'missing\.py'") as ended:
+        main(["missing.py"])
+    assert isinstance(ended.value.code, str)  # Python prints a text, and ends with 1
 
 
 @pytest.mark.slow

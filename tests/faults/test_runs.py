@@ -6,7 +6,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,22 +47,47 @@ def test_a_run_goes_on_after_a_kill_and_a_sigterm_with_other_numbers_of_ranks(
     assert_same_bits(result_of(tmp_path), unbroken([(2, 2), (3, 3), (2, 5)], tmp_path / "whole"))
 
 
+TEN = Plan(steps=10, save_every=4)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return unbroken([(2, 10)], tmp_path_factory.mktemp("simulated"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Any]:
+    """Return the result of ranks that nothing disturbs, which run once for each composition."""
+
+    @cache
+    def run(shard: tuple[str, ...]) -> Any:
+        folder = tmp_path_factory.mktemp("whole")
+        assert attempt(replace(TEN, shard=shard), 2, folder) == [0, 0]
+        return result_of(folder)
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", COMPOSITIONS, ids="+".join)
 @pytest.mark.parametrize("kind", ["killed", "told to end"])
 def test_a_run_that_goes_on_has_the_bits_of_the_unbroken_run(
-    kind: str, shard: tuple[str, ...], tmp_path: Path
+    kind: str,
+    shard: tuple[str, ...],
+    tmp_path: Path,
+    whole: Callable[[tuple[str, ...]], Any],
+    simulated: Any,
 ) -> None:
-    plan = Plan(steps=10, save_every=4, shard=shard)
+    plan = replace(TEN, shard=shard)
     for rank, step in ((0, 3), (1, 6), (1, 10)):
         codes = attempt(plan, 2, tmp_path, Event(rank, step, kind))
         assert codes == (
             [KILLED if r == rank else 1 for r in range(2)] if kind == "killed" else [0, 0]
         )
     assert attempt(plan, 2, tmp_path) == [0, 0], log_of(tmp_path)
-    assert attempt(plan, 2, tmp_path / "whole") == [0, 0]
-    assert_same_bits(result_of(tmp_path), result_of(tmp_path / "whole"))
-    assert_same_bits(result_of(tmp_path), unbroken([(2, 10)], tmp_path / "simulated"))
+    found = result_of(tmp_path)
+    assert_same_bits(found, whole(shard))
+    assert_same_bits(found, simulated)
 
 
 def await_step(folder: Path, step: int) -> None:

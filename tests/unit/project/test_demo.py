@@ -221,13 +221,30 @@ def test_an_impossible_folder_is_refused_before_training(
     assert said.out == ""
 
 
-@pytest.mark.parametrize("name", ["tqdm", "matplotlib"])
-def test_the_command_names_a_missing_package(name: str) -> None:
-    program = f"import sys; sys.modules[{name!r}] = None; from zfun import cli; cli.main(['demo'])"
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+# zfun is imported where both packages are missing.
+WITHOUT_PACKAGES = """
+import sys
+for missing in (["matplotlib", "tqdm"], ["matplotlib"], ["tqdm"]):
+    sys.modules |= dict.fromkeys(missing)
+    from zfun import cli
+    cli.main(["demo"])
+    for name in missing:
+        del sys.modules[name]
+"""
+
+
+def test_the_command_names_missing_packages() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGES],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
-    assert f"{name} cannot be imported; install zfun[demo]" in said.stderr
+    both, *each = done.stderr.splitlines()
+    assert "; matplotlib and tqdm cannot be imported; install zfun[demo]" in both
+    for name, said in zip(("matplotlib", "tqdm"), each, strict=True):
+        assert f"; {name} cannot be imported; install zfun[demo]" in said
 
 
 @pytest.mark.parametrize("options", [{"ranks": 0}, {"steps": 0}, {"preset": 3}, {"out": None}])

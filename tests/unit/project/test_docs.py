@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import importlib
 import inspect
 import json
@@ -63,6 +64,7 @@ def public_names(module: str) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def documented() -> tuple[set[str], set[int]]:
     """Return the names in the API pages, and the ids of the named objects."""
     names: set[str] = set()

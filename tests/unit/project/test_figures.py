@@ -7,9 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools import figures
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def package() -> list[figures.Module]:
+    return figures.modules()
 
 
 def module(name: str, text: str) -> figures.Module:
@@ -37,14 +44,13 @@ def test_lines_of_code_are_no_docstrings_comments_or_blanks() -> None:
     assert figures.import_lines(one) == 1
 
 
-def test_folders_that_import_each_other_are_found() -> None:
-    found = figures.modules()
+def test_folders_that_import_each_other_are_found(package: list[figures.Module]) -> None:
     back = module("zfun/stores/made_up.py", "from zfun.transforms import zero\n")
-    assert "zfun: stores and transforms" in figures.folder_circles([*found, back])
+    assert "zfun: stores and transforms" in figures.folder_circles([*package, back])
 
 
-def test_no_folders_import_each_other() -> None:
-    assert figures.folder_circles(figures.modules()) == []
+def test_no_folders_import_each_other(package: list[figures.Module]) -> None:
+    assert figures.folder_circles(package) == []
 
 
 def test_one_name_for_two_classes_is_found() -> None:
