@@ -1,9 +1,10 @@
-"""A group on the CPU that is as strict as a device: nothing is there before it is waited for."""
+"""Stand-ins on the CPU that are as strict as a device: nothing is there before a wait for it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -125,8 +126,80 @@ class StrictGroup(Wrapper):
         assert self._rank.num_pending == 0
 
 
+@dataclass
+class _Event:
+    """The end of a copy.
+
+    Attributes:
+        copy: ends the copy; ``None`` once it has ended.
+    """
+
+    queue: StrictQueue
+    copy: Callable[[], None] | None
+
+    def query(self) -> bool:
+        return self.copy is None
+
+    def synchronize(self) -> None:
+        self.queue.run_to(self, "host")
+
+
+class StrictQueue:
+    """A queue of copies that ends a copy when somebody waits for it, and no earlier.
+
+    Until then the target has the bytes 255, nobody may write to the source or the target, and
+    nobody may free them, because their memory could be used again.
+
+    Args:
+        heard: is called with ``"start"``, and with ``"device"`` or ``"host"`` for who waits.
+    """
+
+    def __init__(self, heard: Callable[[str], object] = lambda kind: None) -> None:
+        self._heard = heard
+        self._left: list[_Event] = []
+
+    def start(self, out: Tensor, x: Tensor, after: _Event | None = None) -> _Event:
+        self._heard("start")
+        _bytes(out).fill_(255)
+        tensors = weakref.ref(out), weakref.ref(x)
+        before: list[Tensor] = []
+        if after is None or after.query():
+            before.append(_bytes(x).clone())
+
+        def copy() -> None:
+            target, source = (tensor() for tensor in tensors)
+            assert target is not None, "the target of a copy was freed before its end"
+            assert source is not None, "the source of a copy was freed before its end"
+            if after is not None:
+                after.queue.run_to(after, None)
+            for data in before:
+                _check(source, data, "the source of a copy before its end")
+            assert bool((_bytes(target) == 255).all()), "somebody wrote to the target of a copy"
+            target.copy_(source)
+
+        event = _Event(self, copy)
+        self._left.append(event)
+        return event
+
+    def wait(self, event: _Event) -> None:
+        self.run_to(event, "device")
+
+    def run_to(self, event: _Event, waiting: str | None) -> None:
+        """End the copies up to one, in order."""
+        if waiting is not None:
+            self._heard(waiting)
+        while event.copy is not None:
+            first = self._left.pop(0)
+            copy, first.copy = first.copy, None
+            assert copy is not None
+            copy()
+
+    def slot(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().view(torch.uint8)
+    return x.detach().reshape(-1).view(torch.uint8)
 
 
 def _frozen(x: Tensor) -> tuple[Tensor, Tensor]:

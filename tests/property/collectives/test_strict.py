@@ -1,7 +1,8 @@
 """Compositions over a group that delivers in waits alone, and freezes inputs until then.
 
-So does nccl. The simulated group delivers early and copies its inputs, so it hides a result that is
-read too soon and an input that is overwritten.
+So does nccl, and so do queues of copies, over which the stores run here. The simulated group
+delivers early and copies its inputs, so it hides a result that is read too soon and an input that
+is overwritten.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 
 import zfun as zf
 from tests import models
-from tests.property.collectives.strict import StrictGroup
+from tests.property.collectives.strict import StrictGroup, StrictQueue
 from zfun import optim
 from zfun.collectives import AllGather, AllReduce, Collective, ReduceScatter, Stream
+from zfun.stores import _streams
 from zfun.testing import assert_same_bits
 
 NUM_RANKS, NUM_STEPS, NUM_COMPOSITIONS = 4, 2, 40
@@ -32,7 +34,7 @@ class Drawn(NamedTuple):
     mesh: str
     precision: Any
     offloaded: tuple[str, ...]
-    is_rematted: bool
+    remat: str
     num_micro_batches: int
     is_clipped: bool
     is_compressed: bool
@@ -50,7 +52,7 @@ def drawn(number: int) -> Drawn:
         choose.choice(["", "inner and outer", "hybrid", "three axes"]),
         choose.choice([None, torch.bfloat16, zf.Precision(compute=torch.bfloat16)]),
         tuple(part for part in parts if choose.random() < 0.4),
-        choose.random() < 0.4,
+        choose.choice(["", "", "again", "store"]),
         choose.choice([1, 2]),
         choose.random() < 0.5,
         choose.random() < 0.3,
@@ -71,17 +73,17 @@ def _over(group: zf.Group, mesh: str) -> zf.Group:
     return group
 
 
-def loss_fn(params: Any, x: Tensor) -> Tensor:
-    for layer in params["h"]:
-        x = torch.tanh(x @ layer["w"] + layer["b"])
-    return (x @ params["out"]).float().pow(2).mean()
+def loss_of(run: Drawn) -> Any:
+    block: Any = lambda layer, x: torch.tanh(x @ layer["w"] + layer["b"])
+    if run.remat:
+        block = zf.remat(block, store=zf.stores.host() if run.remat == "store" else None)
 
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for layer in params["h"]:
+            x = block(layer, x)
+        return (x @ params["out"]).float().pow(2).mean()
 
-def _rematted(params: Any, x: Tensor) -> Tensor:
-    block = zf.remat(lambda layer, x: torch.tanh(x @ layer["w"] + layer["b"]))
-    for layer in params["h"]:
-        x = block(layer, x)
-    return (x @ params["out"]).float().pow(2).mean()
+    return loss
 
 
 def train(group: zf.Group, run: Drawn) -> Any:
@@ -90,7 +92,7 @@ def train(group: zf.Group, run: Drawn) -> Any:
     rule = optim.adamw(0.01)
     z = zf.zero(
         run.stage,
-        _rematted if run.is_rematted else loss_fn,
+        loss_of(run),
         optim.chain(optim.clip_by_global_norm(0.1), rule) if run.is_clipped else rule,
         _over(group, run.mesh),
         precision=run.precision,
@@ -123,9 +125,12 @@ def strictly(group: zf.Group, run: Drawn) -> Any:
         for number in range(NUM_COMPOSITIONS)
     ],
 )
-def test_results_in_waits_and_frozen_inputs_change_no_bit(number: int) -> None:
+def test_results_in_waits_and_frozen_inputs_change_no_bit(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = drawn(number)
     expected = zf.simulate(NUM_RANKS, train, run)
+    monkeypatch.setattr(_streams, "queue_of", lambda device: StrictQueue())
     found = zf.simulate(NUM_RANKS, strictly, run)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine[0], theirs[0])
@@ -139,6 +144,7 @@ def test_the_drawn_compositions_have_every_option() -> None:
         assert len(values) >= 2, field
     assert all(runs[number].mesh for number in EVERYDAY)
     assert {runs[number].stage for number in EVERYDAY} == {0, 1, 2, 3}
+    assert {run.remat for run in runs} == {"", "again", "store"}
     assert {part for run in runs for part in run.offloaded} == {"params", "grads", "optimizer"}
     chained = [run for run in runs if run.queues and run.mesh and not run.is_compressed]
     assert {run.stage for run in chained} == {0, 1, 2, 3}
