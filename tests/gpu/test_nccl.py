@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zfun.collectives.backends._nccl import DeviceMarks
+from zfun.collectives import Stream
+from zfun.collectives.backends._nccl import DeviceMarks, NativeGroup
 
 
 @pytest.mark.cuda
@@ -25,6 +28,40 @@ def test_a_mark_is_passed_when_the_queue_has_reached_it() -> None:
     torch.cuda.synchronize()
     assert before()
     assert after()
+
+
+@pytest.mark.cuda
+def test_hops_run_beside_the_queue_that_computes() -> None:
+    """Over torch's fake backend, which moves nothing."""
+    device, event = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Event
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with NativeGroup(dist.group.WORLD, dist.HashStore(), 0, 2, 60.0, None) as group:
+            torch.cuda.synchronize()
+            hops, main = event(), event()
+            before = torch.cuda.current_stream()
+            aside = group.aside(Stream.GRADS, device)
+            assert aside is not None
+            with aside:
+                torch.cuda._sleep(1_000_000_000)
+                hops.record()
+            assert torch.cuda.current_stream() == before
+            main.record()
+            main.synchronize()
+            assert not hops.query()
+            torch.cuda.synchronize()
+            # And behind the work that is queued already.
+            torch.cuda._sleep(1_000_000_000)
+            main.record()
+            aside = group.aside(Stream.GRADS, device)
+            assert aside is not None
+            with aside:
+                hops.record()
+            hops.synchronize()
+            assert main.query()
+            assert group.aside(Stream.GRADS, torch.device("cpu")) is None
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.processes

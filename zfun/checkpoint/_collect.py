@@ -35,6 +35,7 @@ from zfun.flat import Flat
 from zfun.placement import P, R
 from zfun.sources import Deferred
 from zfun.stores import Stored
+from zfun.stores._streams import Ring, hosted
 
 # A tensor that all ranks hold is written by one of them, or in parts from this length on.
 _SPLIT_BYTES = 1 << 20
@@ -250,26 +251,34 @@ def snapshot(sources: Sequence[WriteSource]) -> list[WriteSource]:
 
     A tensor on a disk is not copied, because no one overwrites it.
     """
-    kept = []
+    kept: list[WriteSource] = []
+    ring = Ring()
     for source in sources:
         if not (isinstance(source.value, Stored) and source.value.can_fail):
             flat = _elements(source.value)
             spans = [slice(x.start, x.start + x.numel) for x in source.outputs]
-            copies = [flat[span].to("cpu", copy=True) for span in spans]
+            copies = [ring.start(flat[span]) or flat[span].to("cpu", copy=True) for span in spans]
             source = WriteSource(copies, source.dtype, source.outputs)
         kept.append(source)
+    for source in kept:
+        if isinstance(source.value, list):
+            source.value[:] = [x if isinstance(x, Tensor) else x() for x in source.value]
     return kept
 
 
 def bytes_of(sources: Sequence[WriteSource]) -> Iterator[np.ndarray]:
     """Yield the bytes of all ranges, one source in memory at a time."""
+    yield from map(_as_bytes, hosted(_ranges(sources)))
+
+
+def _ranges(sources: Sequence[WriteSource]) -> Iterator[Tensor]:
     for source in sources:
         if isinstance(source.value, list):
-            yield from map(_as_bytes, source.value)
+            yield from source.value
             continue
         flat = _elements(source.value)
         for output in source.outputs:
-            yield _as_bytes(flat[output.start : output.start + output.numel])
+            yield flat[output.start : output.start + output.numel]
         del flat  # before the next source is read from a store
 
 
@@ -285,7 +294,6 @@ def _elements(value: Any) -> Tensor:
 
 
 def _as_bytes(x: Tensor) -> np.ndarray:
-    x = x.cpu()
     if x.numel() and x.stride(0) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.uint8).numpy()

@@ -19,13 +19,14 @@ reduce              innermost first, then among the ranks that have the inner pl
 every collective, so all compositions over the same axes give the same bits. Other axes of as many
 ranks, or a group without axes, add in another order, and differ by rounding.
 
-The first hop starts with the call, the others when a rank waits for the result. On each axis, hops
-still start in the order of the calls, because all collectives of a mesh share one queue for each
-stream: a wait first starts the hops that are left of the collectives before, and so does a call
-whose first hop goes over an axis that one of these hops needs. So ranks may wait in any order
-within a stream. A wait on the control stream also starts the hops that are left of the gathers of
-parameters, because a rank that takes another branch may be waiting for them. A rank waits on the
-control stream only after it has started all gathers that other ranks may need by then.
+Where a device waits and not the host, all hops start with the call, on a queue beside the one that
+computes. Elsewhere the first hop starts with the call, the others when a rank waits for the result.
+On each axis, hops start in the order of the calls, because all collectives of a mesh share one
+queue for each stream: a wait first starts the hops that are left of the collectives before, and so
+does a call whose first hop goes over an axis that one of these hops needs. So ranks may wait in any
+order within a stream. A wait on the control stream also starts the hops that are left of the
+gathers of parameters, because a rank that takes another branch may be waiting for them. A rank
+waits on the control stream only after it has started all gathers that other ranks may need by then.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from zfun.collectives._group import Group, Wrapper
+from zfun.collectives._group import Aside, Group, Wrapper
 from zfun.collectives._ops import (
     AllGather,
     AllReduce,
@@ -78,7 +80,7 @@ class Axis(Wrapper):
         def only() -> Hops:
             return (yield self.wrapped.start(call, x, out))
 
-        return self._order.launch(call.stream, [self], only())
+        return self._order.launch(call.stream, [self], only(), x)
 
     def __repr__(self) -> str:
         return f"<{self.axis} axis: rank {self.rank} of {self.size}>"
@@ -183,18 +185,27 @@ def started(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Ho
 
 @final
 class Order:
-    """The collectives of a mesh under way, by stream; see [Note: several axes]."""
+    """The collectives of a mesh under way, by stream; see [Note: several axes].
 
-    def __init__(self) -> None:
+    Args:
+        aside: the queue beside the one that computes, if a device waits and not the host.
+    """
+
+    def __init__(self, aside: Aside | None = None) -> None:
+        self._aside = aside
         self.queues: dict[Stream, collections.deque[_Running]] = {
             stream: collections.deque() for stream in Stream
         }
 
-    def launch(self, stream: Stream, axes: Sequence[Axis], hops: Hops) -> Work:
-        """Start the first hop of a collective; ``axes`` are those of its hops."""
+    def launch(self, stream: Stream, axes: Sequence[Axis], hops: Hops, x: Tensor) -> Work:
+        """Start the hops of a collective of ``x``; ``axes`` are those of the hops."""
         queue = self.queues[stream]
         if any(axes[0] in before.later for before in queue):
             self.bring_forward(stream)
+        if self._aside is not None and len(axes) > 1 and not queue:
+            aside = self._aside(stream, x.device)
+            if aside is not None:
+                return _all_started(aside, axes, hops, x)
         running = _Running(axes[1:], hops)
         queue.append(running)
 
@@ -214,17 +225,30 @@ class Order:
             queue.popleft()
 
 
+def _all_started(
+    aside: AbstractContextManager[None], axes: Sequence[Axis], hops: Hops, x: Tensor
+) -> Work:
+    """Start all hops on the queue beside the caller's."""
+    with aside:
+        # The memory of the input belongs to the caller's queue, which has not waited for any hop.
+        running = _Running(axes[1:], hops, kept=x)
+        running.bring_forward()
+    return Work(running.finish)
+
+
 class _Running:
     """A collective under way.
 
     Attributes:
         later: the axes of the hops that are left.
+        kept: a tensor that lives as long as this object.
     """
 
-    __slots__ = ("_error", "_hops", "_pending", "later")
+    __slots__ = ("_error", "_hops", "_pending", "kept", "later")
 
-    def __init__(self, later: Sequence[Axis], hops: Hops) -> None:
+    def __init__(self, later: Sequence[Axis], hops: Hops, kept: Tensor | None = None) -> None:
         self.later = list(later)
+        self.kept = kept
         self._hops = hops
         self._pending = next(hops)
         self._error: BaseException | None = None

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from zfun.collectives._ops import Collective
+from zfun.collectives._ops import Collective, Stream
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
 from zfun.options import DEVICE, DTYPE, GROUP, ITERABLE, integer, takes
 
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 """``(numel, dtype, device)`` to an uninitialised 1-D tensor."""
+
+Aside: TypeAlias = Callable[[Stream, torch.device], AbstractContextManager[None] | None]
+"""``(stream, device)`` to a context whose work a device queues beside the caller's work; ``None``
+for tensors of another device."""
 
 
 @runtime_checkable
@@ -248,6 +253,12 @@ def is_checked(group: Group) -> bool:
         True
     """
     return bool(_asked(group, "is_checked"))
+
+
+def queue_aside(groups: Iterable[Group]) -> Aside | None:
+    """Return where collectives wait for each other without the host, if none waits on the host."""
+    found = [None if is_checked(group) else _asked(group, "aside") for group in groups]
+    return found[-1] if all(found) else None
 
 
 @takes(group=GROUP)

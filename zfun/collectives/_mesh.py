@@ -18,7 +18,14 @@ import numpy as np
 from torch import Tensor
 
 from zfun.collectives._axes import Axis, Hop, Hops, Order, chained, hops_of, started, summed
-from zfun.collectives._group import Group, Wrapper, global_ranks, is_checked, is_symmetric
+from zfun.collectives._group import (
+    Group,
+    Wrapper,
+    global_ranks,
+    is_checked,
+    is_symmetric,
+    queue_aside,
+)
 from zfun.collectives._ops import (
     AllReduce,
     Collective,
@@ -59,7 +66,7 @@ class NamedMesh:
         self.shape = tuple(group.size for group in axes.values())
         self.sizes = {name: group.size for name, group in axes.items()}
         self.coordinates = {name: group.rank for name, group in axes.items()}
-        self.order = Order()
+        self.order = Order(queue_aside(axes.values()))
         self.whole = whole
         self.axes = {
             name: Axis(group, name, self.numbers((name,)), self.order)
@@ -259,7 +266,7 @@ class Mesh(Group):
             if not into.is_set_to(x):
                 into.copy_(x)
             return Work.done(result)
-        finished = self.launch(call, hops, started(call, hops, x, into))
+        finished = self.launch(call, hops, started(call, hops, x, into), x)
 
         def wait() -> Tensor:
             finished.wait()
@@ -267,9 +274,9 @@ class Mesh(Group):
 
         return Work(wait)
 
-    def launch(self, call: Collective, hops: Sequence[Hop], steps: Hops) -> Work:
-        """Start a collective of some hops."""
-        return self.home.order.launch(call.stream, [hop.axis for hop in hops], steps)
+    def launch(self, call: Collective, hops: Sequence[Hop], steps: Hops, x: Tensor) -> Work:
+        """Start a collective of ``x`` by some hops."""
+        return self.home.order.launch(call.stream, [hop.axis for hop in hops], steps, x)
 
     def _permutation(self, op: Permute) -> Hop:
         """Return a permutation as one of the whole group."""
@@ -344,7 +351,7 @@ class Hybrid(Wrapper):
             return total.clone() if total is x else total
 
         hops = [*first, *then]
-        return self.sums.launch(call, hops, steps()) if hops else Work.done(x.clone())
+        return self.sums.launch(call, hops, steps(), x) if hops else Work.done(x.clone())
 
     def __repr__(self) -> str:
         return repr(self.wrapped)

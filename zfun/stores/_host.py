@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from zfun.collectives import Work
 from zfun.options import BOOL, takes
 from zfun.stores._base import Counts, Stored
+from zfun.stores._streams import Copies
 
 
 class _HostTensor(Stored):
-    """A tensor in host memory."""
+    """A tensor in host memory.
 
-    def __init__(self, store: HostStore, tensor: Tensor, name: str) -> None:
+    Args:
+        store: the store.
+        tensor: the tensor.
+        name: the part of the state.
+        event: the end of the copy into the tensor, if that is under way.
+    """
+
+    def __init__(self, store: HostStore, tensor: Tensor, name: str, event: Any = None) -> None:
         super().__init__(store, tensor, name)
         self.tensor, self.device = tensor, tensor.device
+        self._copies = store.copies
+        # The end of the last copy from or to the tensor, for which the host has not waited.
+        self._event = event
 
     def get(self, device: torch.device) -> Work:
         """Start the copy to a device; for the CPU, nothing is copied."""
         self.store.crossed("get", self.name, self.tensor.nbytes)
+        queue = self._copies.queue(device, "get")
+        if queue is not None:
+            out = torch.empty_like(self.tensor, device=device)
+            copy = self._copies.get(queue, out, self.tensor, self._event)
+            self._event = copy.event
+            return Work(lambda: (copy.wait(), out)[1])
+        if self._event is not None:
+            return Work(self._on_host)
         return Work.done(self.tensor.to(device, non_blocking=True))
+
+    def _on_host(self) -> Tensor:
+        event = self._event
+        if event is not None:
+            event.synchronize()
+            self._copies.release()
+            # Not earlier, because another thread may read the tensor too.
+            if self._event is event:
+                self._event = None
+        return self.tensor
 
 
 @takes(pin=BOOL, log=BOOL)
@@ -30,6 +61,7 @@ class HostStore(Counts):
     def __init__(self, *, pin: bool, log: bool = False) -> None:
         super().__init__(log=log)
         self.pin = pin
+        self.copies = Copies()
 
     @property
     def device(self) -> torch.device:
@@ -39,7 +71,12 @@ class HostStore(Counts):
     def put(self, tensor: Tensor, name: str) -> Stored:
         """Keep a tensor; a tensor in host memory is kept without a copy."""
         self.crossed("put", name, tensor.nbytes)
-        return _HostTensor(self, self._to_host(tensor.detach()), name)
+        tensor = tensor.detach()
+        queue = self.copies.queue(tensor.device, "put")
+        if queue is None:
+            return _HostTensor(self, self._to_host(tensor), name)
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
+        return _HostTensor(self, out, name, self.copies.put(queue, out, tensor).event)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and (tensor.is_pinned() or not self.pin):

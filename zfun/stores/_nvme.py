@@ -25,6 +25,7 @@ from zfun.stores._base import Counts, Stored, heard
 from zfun.stores._buffers import Buffers
 from zfun.stores._disk import Disk, Place, failure
 from zfun.stores._regions import Lease
+from zfun.stores._streams import Copies
 
 # The system transfers at most 2 GiB in one call.
 _MAX_CHUNK_BYTES = 1 << 30
@@ -136,6 +137,7 @@ class NvmeStore(Counts):
         # An update reads as many tensors ahead as are on the way back to the disk. Fresh memory for
         # some of these in every step would cost more than the transfers.
         self.buffers = Buffers(max_free=2 * self.buffer_count, pin=options["pin_memory"])
+        self._copies = Copies()
         self._max_in_cpu = options["max_in_cpu"]
         self._in_cpu = 0
         self._left_cpu: collections.deque[tuple[int, int]] = collections.deque()
@@ -261,16 +263,11 @@ class NvmeStore(Counts):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         ready: Any = lambda: None
         data = tensor.view(torch.uint8)
-        if data.device.type != "cpu":
-            host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=self.buffers.pin)
-            host.copy_(data, non_blocking=self.buffers.pin)
-            if self.buffers.pin:
-                event = torch.Event(data.device)
-                event.record()
-                # The function holds the source until the copy is complete.
-                ready = lambda source=data: event.synchronize()
-            data = host
-        return data, ready
+        queue = self._copies.queue(data.device, "put")
+        if queue is None:
+            return data.cpu(), ready
+        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=self.buffers.pin)
+        return host, self._copies.put(queue, host, data).wait_on_host
 
     def __reduce__(self) -> Any:
         # Another process has a file of its own.

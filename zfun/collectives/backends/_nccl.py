@@ -16,6 +16,13 @@ and where it cannot complete, keeps the error and aborts the communicators. That
 wait, with wrong results; the group raises the error at its next use. Torch's own watchdog would end
 the process, so communicators are made with its handling of errors switched off, unless the
 environment sets it.
+
+[Note: hops on a device]
+
+A wait makes a queue of the device wait and not the host. So a mesh starts all hops of a collective
+at once, on a queue of the device for each stream: this queue waits for a hop, and the next hop
+starts behind it. The queue first waits for the caller's. So the memory of a result, which belongs
+to the queue of the hops, is reused only after the caller's work on the result that was freed.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, final
 
@@ -81,22 +89,28 @@ def torch_timeout(timeout_s: float) -> timedelta:
 
 
 class DeviceMarks:
-    """Numbers that a device writes to host memory when its queue reaches them.
+    """Numbers that a device writes to host memory when a queue reaches them.
 
     The watchdog's thread reads them without a call to CUDA: such a call may wait for a device that
     hangs, and would break the capture of a graph in another thread.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.arange(_NUM_MARKS, device=device).unbind()
-        self._reached = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._number = 0
+        self._rounds = torch.arange(_NUM_MARKS, device=device).unbind()
+        # Each mark has a place of its own, because queues reach their marks in any order.
+        self.reached = torch.zeros(
+            _NUM_MARKS, dtype=torch.int64, pin_memory=device.type == "cuda"
+        ).unbind()
+        self._count = 0
 
     def add(self) -> Done:
-        """Write the next number; return whether the device has passed this place in its queue."""
-        self._number = number = (self._number + 1) % _NUM_MARKS
-        self._reached.copy_(self._numbers[number], non_blocking=True)
-        return lambda: (int(self._reached) - number) % _NUM_MARKS < _NUM_MARKS // 2
+        """Add a mark to the queue; return whether the device has passed it."""
+        count, place = divmod(self._count, _NUM_MARKS)
+        self._count += 1
+        # The places are zero at first.
+        number, reached = (count + 1) % _NUM_MARKS, self.reached[place]
+        reached.copy_(self._rounds[number], non_blocking=True)
+        return lambda: (int(reached) - number) % _NUM_MARKS < _NUM_MARKS // 2
 
 
 @final
@@ -119,6 +133,22 @@ class NativeGroup(ProcessGroup):
             else None
         )
         self._streams = dict(streams or self._communicators())
+        self._sides: dict[Stream, torch.cuda.Stream] = {}
+
+    def aside(self, stream: Stream, device: torch.device) -> AbstractContextManager[None] | None:
+        """Return a context with a queue of its own; see [Note: hops on a device]."""
+        if device != self._device:
+            return None
+        return self._beside(stream) if device.type == "cuda" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _beside(self, stream: Stream) -> Iterator[None]:
+        if stream not in self._sides:
+            self._sides[stream] = torch.cuda.Stream(self._device)
+        side = self._sides[stream]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            yield
 
     def _communicators(self) -> dict[Stream, Any]:
         if _bound_device() is not None:

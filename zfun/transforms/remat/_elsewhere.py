@@ -33,6 +33,7 @@ from zfun.collectives import (
 )
 from zfun.errors import SpecMismatch
 from zfun.stores import Store, Stored
+from zfun.stores._streams import has_queues
 from zfun.transforms.remat._vectors import VectorForm, form_of, tensor_of, vector_of
 
 # How many tensors are read from a store before backward needs the tensors.
@@ -138,8 +139,11 @@ class Elsewhere:
         if self.shard_over is not None:
             self._check_agreement(tensor, self.shard_over)
             vector = _part(vector, self.shard_over)
-        elif self.store is not None and vector.device == self.store.device:
-            # Copy, because the store keeps the tensor and the caller may write to the tensor.
+        elif self.store is not None and (
+            vector.device == self.store.device or has_queues(vector.device)
+        ):
+            # Copy, because the store keeps the tensor, or copies it later, and the caller may write
+            # to the tensor.
             vector = vector.clone()
         place = len(self._kept)
         with self._locating(place):
