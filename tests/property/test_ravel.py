@@ -116,10 +116,16 @@ def test_compiled_and_plain_copies_agree_in_every_bit(
                 ((x.to(wide) * scale) if scale != 1 else x).to(dtype).reshape(-1)
             )
     table = ops.AddressTable()
-    for kernels in ("reference", "compiled", "compiled"):
+    on_device = torch.tensor(scale, dtype=torch.float64)
+    for kernels, factor in (
+        ("reference", scale),
+        ("reference", on_device),
+        ("compiled", scale),
+        ("compiled", on_device),
+    ):
         out = torch.full((numel,), 7.0, dtype=dtype)
         with ops.use(kernels):
-            ops.ravel_into(out, tensors, offsets, scale=scale, table=table)
+            ops.ravel_into(out, tensors, offsets, scale=factor, table=table)
             total = ops.total_of_bins(ops.squares_in_bins(out)[None])
         assert same_bits(out, expected)
         with ops.use("reference"):

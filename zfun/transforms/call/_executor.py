@@ -131,7 +131,7 @@ class Executor:
         tape = None if self.tape is None else self.tape()
         return self.reducer.open(bucket, views, self.contribute if tape is None else tape.receive)
 
-    def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float]) -> None:
+    def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float | Tensor]) -> None:
         """Backward begins at these outputs; gradients will be multiplied with a factor."""
         self.reducer.scale = scale
         found = [params.diverged for params in self._params if params.diverged is not None]
