@@ -213,8 +213,9 @@ class NativeGroup(ProcessGroup):
         if self._host is None:
             store, limit = dist.PrefixStore("host", self._store), timedelta(seconds=self._timeout_s)
             self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        host: Any = self._host
         # Bytes, because gloo does not know every dtype.
-        return self._host._allgather_base(out.view(torch.uint8), x.view(torch.uint8))
+        return host._allgather_base(out.view(torch.uint8), x.view(torch.uint8))
 
     def _follow(self, call: Collective, text: str, index: int) -> None:
         if self._marks is None or _is_capturing():
