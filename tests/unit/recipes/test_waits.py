@@ -219,6 +219,10 @@ def _counted(params: Any, batch: Tensor) -> Any:
     return zf.weighted_mean(_loss(params, batch), len(batch))
 
 
+def _using_less(params: Any, batch: Tensor) -> Tensor:
+    return torch.tanh(batch @ params["h.0"]["w"]).sum()
+
+
 def _waits(
     group: NativeGroup,
     stage: int,
@@ -259,6 +263,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "weighted": {"num_micro_batches": 4, "loss": _weighted},
     "weighted by numbers": {"num_micro_batches": 4, "loss": _counted},
     "scaled": {"precision": SCALE},
+    "with an unused leaf": {"loss": _using_less},
     "bfloat16": {"precision": torch.bfloat16, "clips": True},
     "all": {"clips": True, "num_micro_batches": 4, "loss": _weighted, "precision": SCALE},
 }
