@@ -182,7 +182,7 @@ def test_every_rank_takes_part_in_a_permutation(
 def _in_threads(
     monkeypatch: pytest.MonkeyPatch, main: Callable[[NativeGroup], Any], timeout_s: float
 ) -> list[Any]:
-    """Run three ranks whose tensors are on the CPU, and whose device is another."""
+    """Run three ranks that have met, with tensors on the CPU and another device."""
     monkeypatch.setattr(_nccl, "_device_of_rank", lambda: torch.device("meta"))
     store, streams = dist.HashStore(), dict.fromkeys(Stream)
 
@@ -190,6 +190,7 @@ def _in_threads(
         with NativeGroup(
             None, store, rank, 3, timeout_s, None, ranks=range(3), streams=streams
         ) as made:
+            made._has_met = True
             return main(made)
 
     monkeypatch.setattr(NativeGroup, "_release", lambda self: setattr(self, "_host", None))

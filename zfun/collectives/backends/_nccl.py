@@ -13,8 +13,9 @@ an all-to-all with empty messages.
 
 A gather of small values that lie on the host, such as the words by which ranks find out that one
 left a schedule, goes over gloo, beside the communicators. On the device it would cost a copy there
-and back, and the host would wait for all work before it. The other control values, such as a loss,
-lie on the device and stay there.
+and back, and the host would wait for all work before it. The first one does take that way, because
+the watchdog watches over it, and not over the ranks that connect afterwards. The other control
+values, such as a loss, lie on the device and stay there.
 
 [Note: lost ranks on a device]
 
@@ -120,6 +121,7 @@ class NativeGroup(ProcessGroup):
         # The numbers of the ranks in torch's world.
         self._ranks = dist.get_process_group_ranks(self._torch_group) if ranks is None else ranks
         self._device = _device_of_rank()
+        self._has_met = False
         self._marks = (
             {stream: DeviceMarks(self._device) for stream in Stream}
             if self._device.type == "cuda"
@@ -163,12 +165,14 @@ class NativeGroup(ProcessGroup):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         self._check_open()
-        goes_over_host = (
+        is_of_host = (
             x.device.type == "cpu" != self._device.type
             and call.stream is Stream.CONTROL
             and isinstance(call.op, AllGather)
             and dist.is_gloo_available()
         )
+        goes_over_host = is_of_host and self._has_met
+        self._has_met |= is_of_host
         device = x.device if goes_over_host else self._device
         sent = x.detach().resolve_conj().resolve_neg().to(device)
         numel = call.op.output_numel(x.numel(), self.size)
