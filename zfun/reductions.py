@@ -295,6 +295,10 @@ def global_norm(value: tree.Tree) -> Tensor:
         >>> zf.simulate(2, main)
         [5.0, 5.0]
     """
+    if isinstance(value, Flat):
+        versions, norm = value.life.cached.get(global_norm, (None, None))
+        if versions is not None and versions == _versions(value):
+            return norm
     rows = []
     leaves = tree.leaves(value, is_leaf=lambda x: isinstance(x, Flat))
     # The gradient of tied leaves is one tensor, and counts once.
@@ -312,6 +316,13 @@ def global_norm(value: tree.Tree) -> Tensor:
     if not rows:
         return torch.zeros((), dtype=torch.float64)
     return ops.total_of_bins(torch.cat(rows)).sqrt()
+
+
+def _versions(flat: Flat) -> list[int] | None:
+    """Return numbers that change when a buffer is written; ``None`` if torch does not tell."""
+    # Other buffers are not written.
+    tensors = [x for x in flat.buffers if isinstance(x, Tensor)]
+    return None if any(x.is_inference() for x in tensors) else [x._version for x in tensors]
 
 
 def _squares(flat: Flat) -> Tensor:
@@ -358,14 +369,16 @@ def norm_and_counts(grads: Flat, count: int) -> tuple[Tensor, list[int]]:
     is_term = grads.placement is P
     row = global_norm(unravel(grads)).view(1) if is_term else _own_squares(grads)
     rows = collectives.gather_values(torch.cat([row, row.new_full((1,), count)]), mesh, "norm")
-    if ops.is_abstract(rows):
-        return torch.empty((), dtype=torch.float64, device="cpu"), [count] * mesh.size
-    rows = rows.cpu()
-    counts = [int(x) for x in rows[:, -1].tolist()]
+    is_abstract = ops.is_abstract(rows)
+    rows = rows if is_abstract else rows.cpu()
+    counts = [count] * mesh.size if is_abstract else [int(x) for x in rows[:, -1].tolist()]
     if is_term:
         return rows[:, 0].sum(), counts
     # The rows of a mesh hold equal shards, so one row is counted.
-    return ops.total_of_bins(rows[:: mesh.size // grads.group.size, :-1]).sqrt(), counts
+    norm = ops.total_of_bins(rows[:: mesh.size // grads.group.size, :-1]).sqrt()
+    # An optimizer that clips asks for the norm once more.
+    grads.life.cached[global_norm] = _versions(grads), norm
+    return norm, counts
 
 
 def _local_squares(flat: Flat) -> Tensor:

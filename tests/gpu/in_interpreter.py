@@ -105,11 +105,11 @@ def check_ravel(device: str) -> None:
                 expected = torch.full((2700,), 7.0, dtype=outer)
                 with ops.use("reference"):
                     ops.ravel_into(expected, leaves, offsets, scale=scale)
-                out = torch.full((2700,), 7.0, dtype=outer, device=device)
-                assert kernels_of_triton.ravel_into(
-                    out, [None if x is None else x.to(device) for x in leaves], offsets, scale
-                )
-                same(out, expected, f"ravel {inner} {outer} {scale}")
+                moved = [None if x is None else x.to(device) for x in leaves]
+                for factor in (scale, torch.tensor(scale, dtype=torch.float64, device=device)):
+                    out = torch.full((2700,), 7.0, dtype=outer, device=device)
+                    assert kernels_of_triton.ravel_into(out, moved, offsets, factor)
+                    same(out, expected, f"ravel {inner} {outer} {factor}")
 
 
 def check_squares(device: str) -> None:

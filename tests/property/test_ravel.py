@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import threading
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tests.conftest import FORM, examples
 from zfun import ops
+from zfun.ops._exact import LIMBS, LOWEST
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Each pair of dtypes compiles a kernel, so only a long run takes all sixteen.
@@ -116,10 +118,16 @@ def test_compiled_and_plain_copies_agree_in_every_bit(
                 ((x.to(wide) * scale) if scale != 1 else x).to(dtype).reshape(-1)
             )
     table = ops.AddressTable()
-    for kernels in ("reference", "compiled", "compiled"):
+    on_device = torch.tensor(scale, dtype=torch.float64)
+    for kernels, factor in (
+        ("reference", scale),
+        ("reference", on_device),
+        ("compiled", scale),
+        ("compiled", on_device),
+    ):
         out = torch.full((numel,), 7.0, dtype=dtype)
         with ops.use(kernels):
-            ops.ravel_into(out, tensors, offsets, scale=scale, table=table)
+            ops.ravel_into(out, tensors, offsets, scale=factor, table=table)
             total = ops.total_of_bins(ops.squares_in_bins(out)[None])
         assert same_bits(out, expected)
         with ops.use("reference"):
@@ -190,6 +198,29 @@ def test_norms_of_pieces_combine_to_the_norm_of_the_whole(
         whole,
         ops.total_of_bins(torch.stack(rows)) if rows else torch.zeros((), dtype=torch.float64),
     )
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(0, 2**20),
+    st.lists(st.sampled_from([0.0, math.inf, math.nan]), max_size=2),
+)
+def test_many_rows_add_up_as_integers_of_any_length(
+    num_rows: int, seed: int, special: list[float]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    limbs = torch.randint(0, 2**62, (num_rows, LIMBS), generator=generator)
+    limbs >>= torch.randint(0, 62, (num_rows, LIMBS), generator=generator)
+    # So that the sum is a number of float64.
+    limbs[:, 2 * LIMBS // 3 :] = 0
+    ends = torch.zeros(num_rows, 1, dtype=torch.float64)
+    for row, value in enumerate(special[:num_rows]):
+        ends[row] = value
+    exact = sum(limb << (32 * k) for row in limbs.tolist() for k, limb in enumerate(row))
+    expected = float(Fraction(exact, 1 << -LOWEST)) + sum(special[:num_rows])
+    total = ops.total_of_bins(torch.cat([limbs, ends.view(torch.int64)], 1)).item()
+    assert repr(total) == repr(expected)
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -51,7 +51,7 @@ def total_of_bins(rows: Tensor) -> Tensor:
 
     Returns:
         The sum of the squares, a 0-dim float64 tensor on the CPU; not finite where an element is
-        not. The host waits for the device once, to read the rows.
+        not. The host waits for the device once, to read the rows; of more than four, it reads two.
 
     Example:
         >>> total_of_bins(squares_in_bins(torch.full((100,), 2.0))[None])
@@ -59,7 +59,8 @@ def total_of_bins(rows: Tensor) -> Tensor:
     """
     if is_abstract(rows):
         return torch.empty((), dtype=torch.float64, device="cpu")
-    read = rows.tolist()
+    # Python adds a few rows faster than torch, and a thousand rows slowly.
+    read = (_as_two(rows) if len(rows) > 4 else rows).tolist()
     special = sum(struct.unpack("d", struct.pack("q", row[-1]))[0] for row in read)
     # Python's integers have no end, and its division rounds once.
     exact = sum(limb << (32 * k) for row in read for k, limb in enumerate(row[:-1]))
@@ -68,3 +69,14 @@ def total_of_bins(rows: Tensor) -> Tensor:
     except OverflowError:
         total = float("inf")
     return torch.tensor(total + special, dtype=torch.float64, device="cpu")
+
+
+def _as_two(rows: Tensor) -> Tensor:
+    """Add rows to two, one limb longer, of the lower and upper halves of the limbs.
+
+    Halves, because the sum of whole limbs may need more than 64 bits.
+    """
+    limbs, zero = rows[:, :-1], rows.new_zeros(1)
+    special = rows[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64)
+    lower, upper = (limbs & 0xFFFFFFFF).sum(0), (limbs >> 32).sum(0)
+    return torch.stack([torch.cat([lower, zero, special]), torch.cat([zero, upper, zero])])

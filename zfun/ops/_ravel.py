@@ -51,7 +51,7 @@ def ravel_into(
     tensors: Sequence[Tensor | None],
     offsets: Sequence[int],
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     table: AddressTable | None = None,
 ) -> None:
     """Copy tensors into a buffer in one pass: cast, scale, zeros in between.
@@ -64,7 +64,8 @@ def ravel_into(
         tensors: the tensors to copy, of any shapes and dtypes; ``None`` leaves a place zero. A
             complex tensor is written as pairs of reals.
         offsets: where each begins, in elements of the buffer.
-        scale: factor applied to every element.
+        scale: factor applied to every element; a number, or a 0-dim tensor on the buffer's device,
+            so that the host need not wait for it.
         table: where addresses are kept between the calls for one bucket.
 
     Raises:
@@ -92,7 +93,7 @@ def ravel_into(
         if taken:
             from zfun.ops import numba
 
-            numba.ravel_into(out, table, scale)
+            numba.ravel_into(out, table, float(scale))
             return
         triton = triton_for(out)
         if triton is None or not triton.ravel_into(out, tensors, offsets, scale):

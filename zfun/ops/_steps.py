@@ -272,7 +272,8 @@ def scale_into(out: Tensor, x: Tensor, factor: float | Tensor) -> None:
     Args:
         out: where the product goes, 1-D, of the length and dtype of ``x``.
         x: 1-D, real.
-        factor: a number, or a 0-dim tensor on any device, so that the host need not wait for it.
+        factor: a number, or a 0-dim tensor on the CPU or on the device of ``x``, so that the host
+            need not wait for it.
 
     Example:
         >>> out = torch.empty(2)

@@ -141,9 +141,10 @@ def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
     if len(counts) == 1 or min(counts) == 0:
         return unused if len(counts) == 1 else []
     here = [float(slot.path in grads.missed) for slot in grads.layout.leaves]
-    flags = torch.tensor(here, dtype=torch.uint8, device=grads.layout.device)
+    # On the host, where they are needed.
+    flags = torch.tensor(here, dtype=torch.uint8, device="cpu")
     found = gather_values(flags, agreement_group(grads.group), "unused leaves")
-    if ops.is_abstract(found):
+    if ops.is_abstract(found) or grads.layout.device.type == "meta":
         return unused
     everywhere = found.all(0).tolist()
     return [slot.path for slot, flag in zip(grads.layout.leaves, everywhere, strict=True) if flag]

@@ -5,7 +5,9 @@ No device takes part: a stand-in says when the device has passed a collective.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zfun.collectives import AllGather, Collective, Permute, Stream
+from zfun.collectives import AllGather, Collective, Permute, Stream, gather_values
 from zfun.collectives._ops import describe
 from zfun.collectives.backends import _nccl
 from zfun.collectives.backends._followed import Followed
@@ -181,6 +183,60 @@ def test_every_rank_takes_part_in_a_permutation(
     ((received, sent),) = calls
     assert sent == [5 * (rank == destinations[0]) for rank in range(4)]
     assert received == [5 * (destinations[rank] == 0) for rank in range(4)]
+
+
+def _in_threads(
+    monkeypatch: pytest.MonkeyPatch, main: Callable[[NativeGroup], Any], timeout_s: float
+) -> list[Any]:
+    """Run three ranks that have met, with tensors on the CPU and another device."""
+    monkeypatch.setattr(_nccl, "_device_of_rank", lambda: torch.device("meta"))
+    store, streams = dist.HashStore(), dict.fromkeys(Stream)
+
+    def run(rank: int) -> Any:
+        with NativeGroup(
+            None, store, rank, 3, timeout_s, None, ranks=range(3), streams=streams
+        ) as made:
+            made._has_met = True
+            return main(made)
+
+    monkeypatch.setattr(NativeGroup, "_release", lambda self: setattr(self, "_host", None))
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        return list(pool.map(run, range(3)))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float64]
+)
+def test_values_of_the_host_are_gathered_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def main(group: NativeGroup) -> Any:
+        first = gather_values(torch.tensor([group.rank, 1]).to(dtype), group, "first")
+        second = gather_values(torch.tensor(group.rank == 1).to(dtype), group, "second")
+        return first, second
+
+    expected = torch.tensor([[0, 1], [1, 1], [2, 1]]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
+    for first, second in _in_threads(monkeypatch, main, 20.0):
+        assert torch.equal(first, expected[0])
+        assert torch.equal(second, expected[1])
+
+
+def test_a_peer_that_sends_no_value_of_its_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Barrier(3, timeout=30.0)
+
+    def main(group: NativeGroup) -> Any:
+        gather_values(torch.ones(1), group, "first")
+        found = None
+        if group.rank != 2:
+            with pytest.raises(PeerLost) as caught:
+                gather_values(torch.ones(1), group, "second")
+            found = str(caught.value)
+        done.wait()
+        return found
+
+    found = _in_threads(monkeypatch, main, TIMEOUT_S)
+    for text in found[:2]:
+        assert "lost rank 2 in collective 1 of its stream (all_gather 'second'" in text
 
 
 def test_communicators_are_split_on_the_device_that_torch_knows(

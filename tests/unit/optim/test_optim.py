@@ -362,6 +362,17 @@ def test_fake_tensors_need_no_numbers() -> None:
                 assert new["w"].shape == (10**11,)
 
 
+def test_the_norm_of_a_step_is_taken_again_after_a_write() -> None:
+    def main(group: zf.Group) -> list[float]:
+        grads = zf.shard({"w": torch.tensor([3.0, 4.0])}, group)
+        found = [zf.reductions.norm_and_counts(grads, 0)[0], zf.reductions.global_norm(grads)]
+        for buffer in grads.buffers:
+            buffer.mul_(2.0)
+        return [float(norm) for norm in (*found, zf.reductions.global_norm(grads))]
+
+    assert zf.simulate(2, main) == [[5.0, 5.0, 10.0]] * 2
+
+
 def test_clip_by_global_norm_bounds_the_norm() -> None:
     grads = {
         "a": torch.tensor([3.0], dtype=torch.float64),

@@ -23,9 +23,11 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from zfun.collectives._group import Group, own_part
@@ -34,6 +36,8 @@ from zfun.collectives.backends._diagnosis import different
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._watchdog import Watchdog
 from zfun.errors import OptionError, ZfunError, check_process
+
+INTERRUPT_TAG = 0x7FFFFFFF  # of no message
 
 MakePart: TypeAlias = "Callable[[dist.Store, int, Sequence[int]], ProcessGroup]"
 """Makes a sub-group from its store, this rank's position, and the global ranks."""
@@ -85,6 +89,8 @@ class ProcessGroup(Group):
         self.rank = rank
         self.size = size
         self._torch_group = torch_group
+        # Connections between the hosts, where the collectives run on devices.
+        self._host: Any = None
         self._store = store
         self._timeout_s = timeout_s
         self._on_close = on_close
@@ -147,7 +153,7 @@ class ProcessGroup(Group):
         self._closed = True
         # See [Note: forks].
         if self._is_fork():
-            keep_until_exit(self._torch_group, self._store, dist.group.WORLD)
+            keep_until_exit(self._torch_group, self._host, self._store, dist.group.WORLD)
             return
         for group in reversed(self._subgroups):
             group.close()
@@ -263,6 +269,19 @@ class ProcessGroup(Group):
 
     def _give_up(self) -> None:
         """End every other wait of this rank."""
+
+
+def break_connections(gloo: Any, rank: int, size: int) -> None:
+    """End every wait for a message of gloo, or of mpi.
+
+    Only a connection error ends a wait of gloo. A receive that times out breaks all connections,
+    except where the peer's connection is already broken because the peer has just left.
+    """
+    for step in range(1, size):
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([torch.empty(1)], (rank + step) % size, INTERRUPT_TAG).wait(
+                timedelta(milliseconds=1)
+            )
 
 
 def keep_until_exit(*things: object) -> None:

@@ -9,6 +9,14 @@ of all ranks is that of the control stream where zfun has made it. Otherwise tor
 communicator at its first collective, which therefore has to be one of all ranks: a permutation is
 an all-to-all with empty messages.
 
+[Note: control values]
+
+A gather of small values that lie on the host, such as the words by which ranks find out that one
+left a schedule, goes over gloo, beside the communicators. On the device it would cost a copy there
+and back, and the host would wait for all work before it. The first one does take that way, because
+the watchdog watches over it, and not over the ranks that connect afterwards. The other control
+values, such as a loss, lie on the device and stay there.
+
 [Note: lost ranks on a device]
 
 The host does not wait for a collective. So the watchdog follows it until the device has passed it,
@@ -53,7 +61,7 @@ from zfun.collectives._ops import (
 )
 from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
-from zfun.collectives.backends._base import ProcessGroup, transport_errors
+from zfun.collectives.backends._base import ProcessGroup, break_connections, transport_errors
 from zfun.collectives.backends._diagnosis import Verdict
 
 # torch 2.13 gives these two a new name and warns about the old one.
@@ -127,6 +135,7 @@ class NativeGroup(ProcessGroup):
         # The numbers of the ranks in torch's world.
         self._ranks = dist.get_process_group_ranks(self._torch_group) if ranks is None else ranks
         self._device = _device_of_rank()
+        self._has_met = False
         self._marks = (
             {stream: DeviceMarks(self._device) for stream in Stream}
             if self._device.type == "cuda"
@@ -186,31 +195,43 @@ class NativeGroup(ProcessGroup):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         self._check_open()
-        # Control values may live on the CPU; they are copied to the device and back.
-        sent = x.detach().resolve_conj().resolve_neg().to(self._device)
+        is_of_host = (
+            x.device.type == "cpu" != self._device.type
+            and call.stream is Stream.CONTROL
+            and isinstance(call.op, AllGather)
+            and dist.is_gloo_available()
+        )
+        goes_over_host = is_of_host and self._has_met
+        self._has_met |= is_of_host
+        device = x.device if goes_over_host else self._device
+        sent = x.detach().resolve_conj().resolve_neg().to(device)
         numel = call.op.output_numel(x.numel(), self.size)
         received = (
-            out.detach()
-            if out is not None and out.device == self._device
-            else sent.new_empty(numel)
+            out.detach() if out is not None and out.device == device else sent.new_empty(numel)
         )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
         with torch.no_grad(), self._explained(call, text, index), transport_errors(None):
-            works = self._issue(call, sent, received)
+            works = (
+                [self._gather_over_host(sent, received)]
+                if goes_over_host
+                else self._issue(call, sent, received)
+            )
 
         def wait() -> Tensor:
             self._check_process()
             self._check_failure()
+            # The watchdog looks for a rank that is late while an error is explained.
             with (
                 torch.no_grad(),
-                self._explained(call, text, index),
                 self._watchdog.waiting(call.stream, index),
+                self._explained(call, text, index),
                 transport_errors(None),
             ):
                 for work in works:
                     work.wait()
-                self._follow(call, text, index)
+                if not goes_over_host:
+                    self._follow(call, text, index)
                 if isinstance(call.op, Reduce) and call.op.root != self.rank:
                     received.zero_()
                 if out is not None:
@@ -220,6 +241,15 @@ class NativeGroup(ProcessGroup):
                 return received if sent.device == x.device else received.to(x.device)
 
         return Work(wait)
+
+    def _gather_over_host(self, x: Tensor, out: Tensor) -> Any:
+        """Start a gather of values of the host. See [Note: control values]."""
+        if self._host is None:
+            store, limit = dist.PrefixStore("host", self._store), timedelta(seconds=self._timeout_s)
+            self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        host: Any = self._host
+        # Bytes, because gloo does not know every dtype.
+        return host._allgather_base(out.view(torch.uint8), x.view(torch.uint8))
 
     def _follow(self, call: Collective, text: str, index: int) -> None:
         if self._marks is None or _is_capturing():
@@ -270,6 +300,8 @@ class NativeGroup(ProcessGroup):
                 return [dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)]
 
     def _interrupt(self) -> None:
+        if self._host is not None:
+            break_connections(self._host, self.rank, self.size)
         # Aborts one after the other may wait for each other, unless nccl has them together.
         backend = self._nccl()
         if backend is not None:
@@ -286,6 +318,7 @@ class NativeGroup(ProcessGroup):
         return None
 
     def _release(self) -> None:
+        self._host = None
         for group in self._streams.values():
             if dist.is_initialized() and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

@@ -23,9 +23,11 @@ from zfun.collectives._ops import Collective, Op, Stream, check_collective, desc
 from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import (
+    INTERRUPT_TAG,
     Mismatch,
     ProcessGroup,
     TransportError,
+    break_connections,
     first_line,
     transport_errors,
 )
@@ -41,7 +43,6 @@ from zfun.errors import OptionError
 # different collectives cannot receive each other's data.
 _SEQUENCE_BITS = 13
 _CHECKSUM_BITS = 16
-_INTERRUPT_TAG = 0x7FFFFFFF
 
 # Shorter inputs take less time than waking up another thread.
 _SHORT_BYTES = 1 << 16
@@ -289,14 +290,7 @@ class ExchangeGroup(ProcessGroup):
         return exchange
 
     def _interrupt(self) -> None:
-        # Only a connection error ends a wait of gloo. A receive that times out breaks all
-        # connections, except where the peer's connection is already broken because the peer has
-        # just left.
-        for step in range(1, self.size):
-            with contextlib.suppress(RuntimeError):
-                self._torch_group.recv(
-                    [torch.empty(1)], (self.rank + step) % self.size, _INTERRUPT_TAG
-                ).wait(timedelta(milliseconds=1))
+        break_connections(self._torch_group, self.rank, self.size)
         for thread in list(self._stream_threads.values()):
             thread.interrupt()
 
@@ -308,7 +302,7 @@ class ExchangeGroup(ProcessGroup):
             return None
         for peer in set(range(self.size)) - {self.rank}:
             try:
-                gloo.recv([torch.empty(1)], peer, _INTERRUPT_TAG)
+                gloo.recv([torch.empty(1)], peer, INTERRUPT_TAG)
             except RuntimeError:
                 return peer
         return None

@@ -18,8 +18,16 @@ _FEW = 1 << 18
 
 
 def ravel_into(
-    out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float
+    out: Tensor,
+    tensors: Sequence[Tensor | None],
+    offsets: Sequence[int],
+    scale: float | Tensor,
 ) -> None:
+    if isinstance(scale, Tensor):
+        scale = scale.to(wide(out.dtype))
+    # A number on a device is not read, so it may be any.
+    scaled = isinstance(scale, Tensor) or scale != 1.0
+    keeps_zeros = not isinstance(scale, Tensor) and 0.0 < scale < math.inf
     sources: list[Tensor] = []
     lengths: list[int] = []  # of the gaps and of the copies, by turns
     end = 0
@@ -42,24 +50,24 @@ def ravel_into(
         torch._foreach_zero_(gaps)
     # A product that must be rounded to a half type once, after the factor, is made tensor by
     # tensor.
-    one_by_one = scale != 1.0 and out.dtype != wide(out.dtype)
+    one_by_one = scaled and out.dtype != wide(out.dtype)
     small = [i for i, source in enumerate(sources) if source.numel() < _SMALL and not one_by_one]
     large = [i for i, source in enumerate(sources) if source.numel() >= _SMALL or one_by_one]
     for i in large:
-        _copy_scaled(targets[i], sources[i], scale)
+        _copy_scaled(targets[i], sources[i], scale if scaled else None)
     if small:
         few = [targets[i] for i in small]
         torch._foreach_copy_(few, [sources[i] for i in small])
         # The zeros in between must stay: not negative, not NaN.
-        if scale != 1.0 and (large or not 0.0 < scale < math.inf):
+        if scaled and (large or not keeps_zeros):
             torch._foreach_mul_(few, scale)
-        elif scale != 1.0:
+        elif scaled:
             out.mul_(scale)
 
 
-def _copy_scaled(target: Tensor, source: Tensor, scale: float) -> None:
+def _copy_scaled(target: Tensor, source: Tensor, scale: float | Tensor | None) -> None:
     """Copy a tensor as :func:`ravel_into` says."""
-    if scale == 1.0:
+    if scale is None:
         target.copy_(source)
     elif source.dtype == wide(target.dtype):
         torch.mul(source, scale, out=target)

@@ -220,7 +220,8 @@ def lamb_apply(
 
 def scale_into(out: Tensor, x: Tensor, factor: float | Tensor) -> None:
     dtype = wide(x.dtype)
-    number = factor.to(device=x.device, dtype=dtype) if isinstance(factor, Tensor) else factor
+    # A number of the host goes to a device with the launch; a copy would wait.
+    number = factor.to(dtype) if isinstance(factor, Tensor) else factor
     if dtype == x.dtype:
         torch.mul(x, number, out=out)
         return

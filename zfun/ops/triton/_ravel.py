@@ -24,6 +24,7 @@ def _ravel(
     scale,
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
+    READS: tl.constexpr,
     IN_BF16: tl.constexpr,
     BF16: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -36,6 +37,7 @@ def _ravel(
         tl.load(tile + 2),
         tl.load(tile + 3),
     )
+    factor = tl.load(scale) if READS else scale
     i = tl.arange(0, TILE)
     address = tl.load(addresses + tl.maximum(piece, 0))
     source = address.to(like.dtype) + local
@@ -44,12 +46,12 @@ def _ravel(
     if ALIGNED and whole:
         x = load_wide(tl.multiple_of(source, 16), i, i < TILE, IN_BF16)
         if SCALED:
-            x = x * scale
+            x = x * factor
         store_narrow(tl.multiple_of(target, 16), i, x, i < TILE, BF16)
     else:
         x = load_wide(source, i, i < tl.where(piece >= 0, length, 0), IN_BF16)
         if SCALED:
-            x = tl.where(piece >= 0, x * scale, 0.0)
+            x = tl.where(piece >= 0, x * factor, 0.0)
         store_narrow(target, i, x, i < length, BF16)
 
 
@@ -121,15 +123,20 @@ def _is_aligned(buffer: Tensor) -> bool:
 
 
 def ravel_into(
-    out: Tensor, tensors: Sequence[Tensor | None], offsets: Sequence[int], scale: float
+    out: Tensor,
+    tensors: Sequence[Tensor | None],
+    offsets: Sequence[int],
+    scale: float | Tensor,
 ) -> bool:
     """Write a buffer, zeros in between too; whether it was done."""
     table = _table(tensors, offsets, out)
     if table is None:
         return False
     addresses, tiles, like = table
+    reads = isinstance(scale, Tensor)
     flags = {
-        "SCALED": scale != 1.0,
+        "SCALED": reads or scale != 1.0,
+        "READS": reads,
         "IN_BF16": is_bf16(like),
         "BF16": is_bf16(out),
         "ALIGNED": _is_aligned(out),
@@ -141,7 +148,7 @@ def ravel_into(
         addresses,
         tiles,
         as_pointer(out),
-        scale,
+        scale.to(torch.float32) if isinstance(scale, Tensor) else scale,
         TILE=TILE,
         **flags,
         like=as_pointer(like),

@@ -7,9 +7,9 @@ the loss; the loss runs; ``begin_backward``; ``contribute`` each time a bucket n
 executor owns the ``GradReducer``, and tells the attached parameters when a bucket's gradients are
 complete, because a gathered bucket is released then.
 
-Between the end of forward and backward the host waits for the device once at most, in the
-divergence check of stage 3. The weight of a weighted mean is read when the first bucket of
-gradients is complete, because backward is under way by then.
+The host does not wait for a device between forward and backward: the divergence check of stage 3
+gathers numbers of the hosts, and the weight of a weighted mean stays on the device. The weight of
+CPU ranks is read when the first bucket of gradients is complete.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Executor:
         tape = None if self.tape is None else self.tape()
         return self.reducer.open(bucket, views, self.contribute if tape is None else tape.receive)
 
-    def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float]) -> None:
+    def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float | Tensor]) -> None:
         """Backward begins at these outputs; gradients will be multiplied with a factor."""
         self.reducer.scale = scale
         found = [params.diverged for params in self._params if params.diverged is not None]

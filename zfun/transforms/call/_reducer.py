@@ -77,7 +77,7 @@ class GradReducer:
         self.layout = layout
         self.dtypes = tuple(dtypes)
         self.anchors: list[Tensor] = []
-        self.scale: Callable[[], float] = lambda: 1.0
+        self.scale: Callable[[], float | Tensor] = lambda: 1.0
         self.late: set[int] = set()
         self.unused: list[str] = []
         self.on_unused: Callable[[int], None] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import ops, stores, tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, check_same_layout
 from zfun.options import ANY, BOOL, FUNCTION, integer, number, takes
@@ -20,6 +20,7 @@ from zfun.transforms.grads._value import (
     ComposedGradient,
     WeightedMean,
     check_gradient,
+    reciprocal,
     start_vjp,
 )
 from zfun.typing import Gradient
@@ -78,7 +79,7 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
             losses.append(loss)
             if isinstance(loss, WeightedMean):
                 weights.append(loss.weight)
-                grads = scale_grads(grads, float(loss.weight))
+                grads = _times(grads, loss.weight)
             total = add_grads(total, grads, owned=index > 1)
             # Free these gradients before the next micro-batch makes new ones.
             del grads
@@ -86,7 +87,7 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
             result: Any = WeightedMean(
                 torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum()
             )
-            total = scale_grads(total, 1.0 / (float(result.weight) or 1.0))
+            total = _times(total, reciprocal(result.weight))
         else:
             result = torch.stack(losses).sum() / num_micro_batches
             total = scale_grads(total, 1.0 / num_micro_batches)
@@ -204,6 +205,20 @@ def add_grads(total: tree.Tree, grads: tree.Tree, *, owned: bool = True) -> tree
         unused = dict.fromkeys(path for path in total.missed if path in grads.missed)
         return _map_buffers(lambda x, y: x.add_(y), total, grads).with_missed(unused)
     return tree.map(lambda x, y: x.add_(y) if owned else x + y, total, grads)
+
+
+def _times(grads: tree.Tree, factor: float | Tensor) -> tree.Tree:
+    """Multiply gradients; those of a flat by a number on their device, without a wait for it."""
+    if (
+        isinstance(factor, Tensor)
+        and factor.device.type != "cpu"
+        and isinstance(grads, Flat)
+        and all(x.device == factor.device for x in grads.buffers)
+    ):
+        for buffer in grads.buffers:
+            ops.scale_into(buffer, buffer, factor)
+        return grads
+    return scale_grads(grads, float(factor))
 
 
 def _check_tensors(grads: Any) -> None:

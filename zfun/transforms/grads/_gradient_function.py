@@ -34,7 +34,14 @@ from zfun.transforms.grads._pullback import (
     start_forward,
 )
 from zfun.transforms.grads._tape import Tape
-from zfun.transforms.grads._value import NO_AUX, WeightedMean, ZfunGradient, parse
+from zfun.transforms.grads._value import (
+    NO_AUX,
+    WeightedMean,
+    ZfunGradient,
+    parse,
+    reciprocal,
+    scalar_on,
+)
 from zfun.transforms.values._agreement import check_agreement
 from zfun.typing import Loss
 
@@ -188,11 +195,11 @@ class GradientFunction(ZfunGradient):
 
     def _start_backward(
         self, call: OpenCall, number: int, weight: Any, begins: bytes
-    ) -> Callable[[], float]:
+    ) -> Callable[[], float | Tensor]:
         """Check that all ranks pull this call, send the weight, and return the factor."""
         summed = Work.done(torch.zeros(1))
         if weight is not None:
-            weight = torch.as_tensor(weight, dtype=torch.float64, device=call.layout.device)
+            weight = scalar_on(call.layout.device, weight, torch.float64)
         if not start_backward(call.group, number, begins):
             call.executor.diverge()
         if weight is not None:
@@ -238,7 +245,7 @@ class GradientFunction(ZfunGradient):
         call: OpenCall,
         roots: Sequence[Tensor],
         seeds: Sequence[Tensor],
-        scale: Callable[[], float],
+        scale: Callable[[], float | Tensor],
         inputs: Sequence[Tensor] = (),
     ) -> Pulled:
         """Run backward and reduce the gradients."""
@@ -330,13 +337,12 @@ class GradientFunction(ZfunGradient):
     def _rank_scale(self) -> float:
         return 1.0 / self.group.size if self.group is not None and self.reduce == "mean" else 1.0
 
-    def _scale_of(self, summed: Work, weight: Tensor | None) -> Callable[[], float]:
+    def _scale_of(self, summed: Work, weight: Tensor | None) -> Callable[[], float | Tensor]:
         """Return a function that gives the factor of all gradients."""
         if weight is None or ops.is_abstract(weight):
             return lambda: self._rank_scale
-        # A mean over no tokens has the gradient 0. The host reads the weight once, when the first
-        # bucket is complete, because the device computes backward meanwhile.
-        return functools.cache(lambda: 1.0 / (float(summed.wait()[1]) or 1.0))
+        # Needed when the first bucket is complete, because backward computes meanwhile.
+        return functools.cache(lambda: reciprocal(summed.wait()[1]))
 
     def _wrap(
         self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None

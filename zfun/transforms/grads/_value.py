@@ -149,9 +149,26 @@ def weighted_mean(total: Tensor, weight: Tensor | float) -> WeightedMean:
     """
     # A count of tokens has more bits than a half type.
     total = total.to(ops.wide(total.dtype))
-    return WeightedMean(
-        total, torch.as_tensor(weight, dtype=total.dtype, device=total.device).detach()
-    )
+    return WeightedMean(total, scalar_on(total.device, weight, total.dtype))
+
+
+def scalar_on(device: torch.device, value: Any, dtype: torch.dtype) -> Tensor:
+    """Return a scalar as a tensor on a device, without a gradient."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, dtype)
+    # A kernel fills the tensor; a copy from the host would wait.
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def reciprocal(weight: Tensor) -> float | Tensor:
+    """Return the factor of a mean of this weight: 1 over it, and 1 for 0, as over no tokens.
+
+    On a device it stays a tensor, so that the host does not wait.
+    """
+    if weight.device.type == "cpu":
+        return 1.0 / (float(weight) or 1.0)
+    exact = weight.to(torch.float64)
+    return (exact + (exact == 0)).reciprocal()
 
 
 # Stands for the aux value of a loss that returns none.

@@ -16,8 +16,8 @@ released, or skip gathered buckets. Three rules keep every rank in step:
   use]). If any rank has diverged, backward gathers each bucket that forward has not gathered
   ahead once, in one order, and keeps all buckets until no use can follow.
 
-The numbers of a round are facts of the host, so a round waits for no computation but that of the
-group's own stream. The host waits nowhere else between forward and backward.
+The numbers of a round are facts of the host, and lie there. So a round waits for the hosts of the
+other ranks and for no device, and forward need not be complete when backward begins.
 """
 
 from __future__ import annotations

@@ -1,0 +1,276 @@
+"""How often the host waits for the device in a step, on the group of nccl.
+
+No GPU takes part. A tensor "on the device" keeps its numbers in host memory and says that it lies
+elsewhere, so that a number that the host reads, and a copy from one side to the other, can be
+counted. Three peers have the values of this rank. The kernels for CPUs stand for those in Triton.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    return_and_correct_aliasing,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import zfun as zf
+from zfun import ops
+from zfun.collectives import AllGather, AllReduce, ReduceScatter
+from zfun.collectives.backends import _nccl
+from zfun.collectives.backends._nccl import NativeGroup
+from zfun.ops import _norm, _ravel, _steps
+
+ROOT = Path(zf.__file__).parent
+# Autograd runs the backward of this device on the calling thread, and torch has no kernels for it.
+DEVICE, HOST = torch.device("lazy"), torch.device("cpu")
+SIZE = 4
+READS = {
+    "_local_scalar_dense",
+    "_unique2",
+    "bincount",
+    "equal",
+    "masked_select",
+    "nonzero",
+    "unique_dim",
+}
+LAYERS = [f"h.{i}" for i in range(3)]
+
+
+class OnDevice(Tensor):
+    """A tensor that says that it lies on the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> OnDevice:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=DEVICE,
+        )
+        made.held = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.cpu().numpy(force=force)
+
+
+class Waits(TorchDispatchMode):
+    """Makes tensors on the device, and counts the waits by their place in zfun.
+
+    A copy from the host counts too: from memory that is not pinned, it waits for its turn.
+    """
+
+    places: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    name, wanted = func.overloadpacket.__name__, kwargs.get("device")
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    lie_there = [isinstance(x, OnDevice) for x in tensors]
+    goes_there = any(lie_there) if wanted is None else torch.device(wanted).type == DEVICE.type
+    here = tree_map_only((OnDevice, torch.device), _here, (args, kwargs))
+    out = func(*here[0], **here[1])
+    if name in READS and any(lie_there):
+        _note(name)
+    elif name == "_to_copy" and goes_there is not lie_there[0]:
+        _note("to device" if goes_there else "to host")
+    elif name == "copy_" and lie_there[0] is not lie_there[1]:
+        _note("copy to device" if lie_there[0] else "copy to host")
+    elif any(lie_there) and any(
+        x.ndim and not there for x, there in zip(tensors, lie_there, strict=True)
+    ):
+        raise RuntimeError(f"{func} takes tensors on one device; got some on two")
+    if not goes_there:
+        return out
+    made = tree_map_only(Tensor, lambda x: x if isinstance(x, OnDevice) else OnDevice(x), out)
+    return return_and_correct_aliasing(func, args, kwargs, made) if any(lie_there) else made
+
+
+def _here(x: Any) -> Any:
+    if isinstance(x, OnDevice):
+        return x.held
+    return HOST if x == DEVICE else x
+
+
+def _note(kind: str) -> None:
+    frame: Any = sys._getframe(1)
+    places = []
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT):
+            places.append(f"{file.relative_to(ROOT).as_posix()}:{frame.f_lineno}")
+        frame = frame.f_back
+    if places:
+        # The line that waits, and the lines that led there.
+        Waits.places[f"{kind}: {' < '.join(places[:4])}"] += 1
+
+
+class _Kernels:
+    """Kernels of the device, which read nothing."""
+
+    @staticmethod
+    def takes(*tensors: Tensor) -> bool:
+        return True
+
+    @staticmethod
+    def squares_in_bins(x: OnDevice) -> OnDevice:
+        return OnDevice(_on_values(ops.squares_in_bins, x))
+
+    @staticmethod
+    def step(*arguments: Any) -> bool:
+        _on_values(_steps._step, *arguments)
+        return True
+
+    @staticmethod
+    def ravel_into(out: Tensor, tensors: Any, offsets: Any, scale: Any) -> bool:
+        _on_values(functools.partial(ops.ravel_into, scale=_here(scale)), out, tensors, offsets)
+        return True
+
+
+def _on_values(kernel: Callable[..., Any], *args: Any) -> Any:
+    with _disable_current_modes():
+        return kernel(*tree_map_only(Tensor, _here, args))
+
+
+class _Complete:
+    def wait(self) -> None: ...
+
+
+def _issue(group: Any, call: Any, x: Tensor, out: Tensor) -> list[Any]:
+    """Take part in a collective whose other ranks have the values of this rank."""
+    match call.op:
+        case AllGather():
+            out.copy_(x.repeat(SIZE))
+        case ReduceScatter():
+            out.copy_(x.view(SIZE, -1)[group.rank] * SIZE)
+        case AllReduce():
+            out.copy_(x * SIZE)
+        case _:
+            out.copy_(x)
+    return [_Complete()]
+
+
+def _gather_over_host(group: Any, x: Tensor, out: Tensor) -> _Complete:
+    assert not isinstance(x, OnDevice)
+    assert not isinstance(out, OnDevice)
+    out.copy_(x.repeat(SIZE))
+    return _Complete()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeGroup]:
+    monkeypatch.setattr(_nccl, "_device_of_rank", lambda: DEVICE)
+    monkeypatch.setattr(NativeGroup, "_issue", _issue)
+    monkeypatch.setattr(NativeGroup, "_gather_over_host", _gather_over_host)
+    for module in (_norm, _ravel, _steps):
+        monkeypatch.setattr(
+            module, "triton_for", lambda x: _Kernels if isinstance(x, OnDevice) else None
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+    try:
+        with NativeGroup(dist.group.WORLD, dist.HashStore(), 0, SIZE, 20.0, None) as made:
+            yield made
+    finally:
+        dist.destroy_process_group()
+
+
+def _loss(params: Any, batch: Tensor) -> Tensor:
+    for layer in LAYERS:
+        batch = torch.tanh(batch @ params[layer]["w"] + params[layer]["b"])
+    return batch.square().sum()
+
+
+def _weighted(params: Any, batch: Tensor) -> Any:
+    # The device computes the number of tokens.
+    return zf.weighted_mean(_loss(params, batch), (batch > -9.0).sum())
+
+
+def _counted(params: Any, batch: Tensor) -> Any:
+    return zf.weighted_mean(_loss(params, batch), len(batch))
+
+
+def _using_less(params: Any, batch: Tensor) -> Tensor:
+    return torch.tanh(batch @ params["h.0"]["w"]).sum()
+
+
+def _waits(
+    group: NativeGroup,
+    stage: int,
+    loss: Callable[..., Any] = _loss,
+    clips: bool = False,
+    **options: Any,
+) -> int:
+    """Return how often the host waits in the second step."""
+    optimizer = zf.optim.adamw(0.01)
+    if clips:
+        optimizer = zf.optim.chain(zf.optim.clip_by_global_norm(0.01), optimizer)
+    z = zf.zero(stage, loss, optimizer, group, bucket_bytes=200, **options)
+    with Waits():
+        generator = torch.Generator().manual_seed(0)
+        params = {
+            layer: {
+                "w": torch.randn(6, 6, generator=generator).to(DEVICE),
+                "b": torch.zeros(6, device=DEVICE),
+            }
+            for layer in LAYERS
+        }
+        state = z.init(params)
+        batch = torch.randn(8, 6, generator=generator).to(DEVICE)
+        state, _ = z.step(state, batch)
+        Waits.places.clear()
+        state, info = z.step(state, batch)
+    assert not info.skipped
+    assert state.step == 2
+    # The report of a failure shows the output.
+    print(*(f"{count} x {place}" for place, count in Waits.places.items()), sep="\n")
+    return Waits.places.total()
+
+
+SCALE = zf.Precision(loss_scale=zf.optim.dynamic_loss_scale(256.0))
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clips": True},
+    "weighted": {"num_micro_batches": 4, "loss": _weighted},
+    "weighted by numbers": {"num_micro_batches": 4, "loss": _counted},
+    "scaled": {"precision": SCALE},
+    "with an unused leaf": {"loss": _using_less},
+    "bfloat16": {"precision": torch.bfloat16, "clips": True},
+    "all": {"clips": True, "num_micro_batches": 4, "loss": _weighted, "precision": SCALE},
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_host_waits_once_in_a_step(group: NativeGroup, stage: int) -> None:
+    """For the norm and the numbers of unused leaves, which decide whether to take the step."""
+    waits = {form: _waits(group, stage, **options) for form, options in FORMS.items()}
+    assert waits == dict.fromkeys(FORMS, 1)
