@@ -144,6 +144,11 @@ class Candidate(NamedTuple):
         """The bytes at which a bucket closes."""
         return min(self.bucket_bytes, _LEAN_BYTES) if self.lean else self.bucket_bytes
 
+    @property
+    def prefetch(self) -> int:
+        """How many buckets are gathered ahead."""
+        return 0 if self.lean and self.stage == 3 else 1
+
     def placed(self, group: Group) -> Group:
         """Return the group, the mesh, or the axis of the mesh that the state is sharded over."""
         if self.inner == 1:
@@ -156,7 +161,6 @@ class Candidate(NamedTuple):
         loss = model.recomputed if self.recomputed and model.recomputed else model.loss
         # An abstract tensor is not written, so that any directory will do.
         store: Any = stores.nvme(tempfile.gettempdir()) if self.on_disk else stores.host(pin=False)
-        prefetch = 0 if self.lean and self.stage == 3 else 1
         return zero(
             self.stage,
             loss,
@@ -166,7 +170,7 @@ class Candidate(NamedTuple):
             num_micro_batches=self.num_micro_batches,
             offload=stores.Offload(**dict.fromkeys(self.offloaded, store)),
             compression=Compression(**dict.fromkeys(self.compressed, int8())),
-            schedule=ScheduleOptions(prefetch=prefetch, secondary=self.secondary),
+            schedule=ScheduleOptions(prefetch=self.prefetch, secondary=self.secondary),
             bucket_bytes=self.closes_at,
         )
 
