@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import zfun as zf
 from tests.conftest import examples
 from zfun.layout import DEFAULT_BUCKET_BYTES
+from zfun.testing import assert_same_bits
 
 
 def llama(num_blocks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -137,3 +138,28 @@ def test_leaves_outside_every_unit_share_little() -> None:
     ]
     # No leaf joins a bucket that would exceed the bound.
     assert buckets_of([*sizes, 1], [*blocks, "norm"], 40 * 2**20)[-1] == ["norm"]
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(8), deadline=None)
+@given(st.sampled_from([0, 1, 3]), st.integers(0, 40), st.sampled_from([1, 2, 3]))
+def test_buckets_of_whole_blocks_change_no_bit(stage: int, mib: int, size: int) -> None:
+    """Blocks of 28 MiB do not share a bucket; bounds cut them into leaves, or leave them whole."""
+    numbers = torch.linspace(-1, 1, 20 * MIB)
+    params = {"h": [{"w": numbers * i, "v": numbers[: 8 * MIB] + i} for i in (1, 2)]}
+
+    def main(group: zf.Group, **options: Any) -> Any:
+        def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+            return sum((block["w"] * x[0]).sum() + (block["v"] * x[1]).sum() for block in params)
+
+        rule = zf.optim.chain(zf.optim.clip_by_global_norm(0.1), zf.optim.sgd(0.1))
+        z = zf.zero(stage, lambda p, x: loss(p["h"], x).square() * 1e-9, rule, group, **options)
+        state = z.init(params)
+        for step in range(2):
+            state, info = z.step(state, torch.tensor([0.5 + group.rank, 0.25 + step]))
+        return len(state.params.layout.buckets), info.loss, z.params(state)
+
+    count, *expected = zf.simulate(size, main)[0]
+    assert count == 2
+    _, *found = zf.simulate(size, main, bucket_bytes=max(1, mib * 2**20))[0]
+    assert_same_bits(found, expected)

@@ -49,7 +49,7 @@ def sent_by_step(
     group: zf.Group, stage: int, loss_fn: Any, num_steps: int, bucket_bytes: int, **options: Any
 ) -> tuple[int, list[dict[str, int]]]:
     recorded = zf.record(group)
-    options = {"schedule": NOTHING_STAYS if stage == 3 else None} | options
+    options.setdefault("schedule", NOTHING_STAYS if stage == 3 else None)
     z = zf.zero(
         stage, loss_fn, zf.optim.adamw(1e-3), recorded, bucket_bytes=bucket_bytes, **options
     )
@@ -99,7 +99,7 @@ def test_the_last_buckets_of_forward_stay_for_backward(prefetch: int, bucket_byt
             recorded.clear()
             vg(params, torch.ones(2, 8))
         gathers = [record for record in recorded.log if record.name == "params"]
-        (found,) = loss.schedules
+        (found,) = loss.schedules  # pyrefly: ignore[missing-attribute]
         return gathers, max(found.live()), len(params.layout.buckets)
 
     (gathers, most, count), (again, least, _) = (
