@@ -149,7 +149,7 @@ def test_buckets_of_whole_blocks_change_no_bit(stage: int, mib: int, size: int) 
     params = {"h": [{"w": numbers * i, "v": numbers[: 8 * MIB] + i} for i in (1, 2)]}
 
     def main(group: zf.Group, **options: Any) -> Any:
-        def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        def loss(params: Any, x: torch.Tensor) -> Any:
             return sum((block["w"] * x[0]).sum() + (block["v"] * x[1]).sum() for block in params)
 
         rule = zf.optim.chain(zf.optim.clip_by_global_norm(0.1), zf.optim.sgd(0.1))
