@@ -203,7 +203,9 @@ def buffers_of(case: Case, size: int) -> int:
         return 0
     # In bfloat16: parameters, and in float32 unrounded parameters, master weights and two moments.
     itemsize, others = (2, 16) if "bf16" in case.name else (4, 8)
-    numel = zf.layout.DEFAULT_BUCKET_BYTES // itemsize // size
+    dtype = HALF if "bf16" in case.name else None
+    layout = zf.layout.layout_of(specs(case.preset), size, dtype=dtype)
+    numel = max(bucket.padded_numel for bucket in layout.buckets) // size
     store = inspect.signature(zf.stores.nvme).parameters
     pages = (store[name].default for name in ("num_threads", "block_size", "queue_depth"))
     return numel * (itemsize + others) + math.prod(pages)

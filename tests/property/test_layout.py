@@ -18,7 +18,7 @@ from tests.conftest import examples
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, OptionError, SpecMismatch
 from zfun.flat import change_layout, leaf_spans, ravel
-from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, unique_leaves
+from zfun.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, FUSED_BYTES, unique_leaves
 from zfun.testing import (
     Composition,
     assert_padding,
@@ -399,6 +399,6 @@ def test_a_layout_of_more_leaves_takes_no_flat() -> None:
         change_layout(flat, more)
 
 
-def test_the_default_bucket_holds_some_megabytes() -> None:
-    assert 2**20 <= DEFAULT_BUCKET_BYTES <= 2**28
-    assert DEFAULT_BUCKET_BYTES % 2**20 == 0
+def test_a_shared_bucket_holds_some_megabytes_and_a_block_fits_in_one() -> None:
+    assert 2**20 <= FUSED_BYTES <= 2**28 <= DEFAULT_BUCKET_BYTES <= 2**31
+    assert FUSED_BYTES % 2**20 == DEFAULT_BUCKET_BYTES % 2**20 == 0

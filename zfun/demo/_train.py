@@ -103,6 +103,8 @@ def _run(
         optimizer,
         recorder,
         bucket_bytes=BUCKET_BYTES,
+        # No bucket stays from forward to backward, so that the bytes are those of the formula.
+        schedule=zf.ScheduleOptions(reuse_distance=0) if composition.stage == 3 else None,
         offload=_stores(composition),
     )
     state = z.init(params)

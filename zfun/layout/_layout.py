@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,8 @@ from zfun import tree
 from zfun.errors import LeafError
 from zfun.layout._leaves import alias_sets, check_leaf
 from zfun.layout._slots import ALIGNMENT, BucketSlot, Layout, LeafSlot, aligned
+from zfun.layout._units import DEFAULT_BUCKET_BYTES, FUSED_BYTES, bucket_cuts, units_of
 from zfun.options import ANY, DTYPE, NAMES, integer, takes
-
-DEFAULT_BUCKET_BYTES = 26 * 2**20
 
 # Shards of large buckets are whole pages, so that ranks of one host share a bucket without a copy.
 _PAGE_BYTES = 4096
@@ -55,15 +54,16 @@ def layout_of(
     """Lay a tree of tensors out in flat buckets.
 
     Buckets follow the insertion order of the tree, or ``order``, and hold one dtype each. A bucket
-    closes before a leaf that would exceed ``bucket_bytes``. A bucket that is half full also closes
-    at the end of a block (``h.0``, ``h.1``, ...), so that buckets tend to match blocks, unless all
-    remaining leaves fit. A leaf is never cut.
+    is a unit of the tree that occurs several times (``h.0``, ``h.1``, ...): the shortest path up to
+    a number such that another number at that place has equal leaves below it. Small units share a
+    bucket of at most 26 MiB, and so do neighbours outside every unit. A bucket also closes before a
+    leaf that would exceed ``bucket_bytes``. A leaf is never cut.
 
     Args:
         params: any tree of tensors and deferred leaves (:class:`zfun.sources.Deferred`). Leaves
             that are the same view of the same memory are tied and share a slot.
         size: number of ranks that share each bucket.
-        bucket_bytes: size in bytes at which a bucket closes.
+        bucket_bytes: the most bytes of a bucket, unless a single leaf has more.
         persistence: leaves of at most this many elements lie in separate buckets, which
             :func:`zfun.shard_params` may keep gathered.
         order: paths of leaves in order of first use, as returned by
@@ -143,49 +143,43 @@ def _layout(
     device: torch.device,
     turns: tuple[int, ...] | None,
 ) -> Layout:
-    slots: dict[int, LeafSlot] = {}
-    members: list[list[int]] = []
-    ends: list[int] = []
-    dtypes: list[torch.dtype] = []
-    open_buckets: dict[tuple[torch.dtype, bool], int] = {}
     numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
-    kinds = [
-        (_REAL.get(key.dtype, key.dtype), persistence > 0 and numel <= persistence)
-        for key, numel in zip(keys, numels, strict=True)
-    ]
-    # Elements of each kind that have no bucket yet.
-    left: collections.Counter[tuple[torch.dtype, bool]] = collections.Counter()
-    for kind, numel in zip(kinds, numels, strict=True):
-        left[kind] += aligned(numel)
-    block = None
-    for index in turns or range(len(keys)):
-        key, numel, kind = keys[index], numels[index], kinds[index]
-        dtype = kind[0]
-        if (here := _block_of(key.path)) != block:
-            block = here
-            for other, b in list(open_buckets.items()):
-                itemsize = other[0].itemsize
-                # Avoid a small last bucket, because every bucket costs the same time in Python.
-                is_last = (ends[b] + left[other]) * itemsize <= bucket_bytes
-                if 2 * ends[b] * itemsize >= bucket_bytes and not is_last:
-                    del open_buckets[other]
-        bucket = open_buckets.get(kind)
-        if bucket is None or (
-            ends[bucket] and (ends[bucket] + numel) * dtype.itemsize > bucket_bytes
-        ):
-            bucket = open_buckets[kind] = len(members)
-            members.append([])
-            ends.append(0)
-            dtypes.append(dtype)
-        slots[index] = LeafSlot(key.path, key.shape, key.dtype, bucket, ends[bucket], numel)
-        members[bucket].append(index)
-        ends[bucket] += aligned(numel)
-        left[kind] -= aligned(numel)
+    units = units_of([(key.path, (key.shape, key.dtype)) for key in keys])
+    # Leaves of one dtype share buckets, small ones apart from the others.
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    turn = turns or tuple(range(len(keys)))
+    for index in turn:
+        key, is_small = keys[index], persistence > 0 and numels[index] <= persistence
+        kinds.setdefault((_REAL.get(key.dtype, key.dtype), is_small), []).append(index)
+    found: list[tuple[torch.dtype, list[int]]] = []
+    for (dtype, _), members in kinds.items():
+        bound = bucket_bytes // dtype.itemsize
+        cuts = bucket_cuts(
+            [numels[index] for index in members],
+            [units[index] for index in members],
+            bound,
+            min(bound, FUSED_BYTES // dtype.itemsize),
+        )
+        found += [
+            (dtype, members[start:stop])
+            for start, stop in itertools.pairwise([*cuts, len(members)])
+        ]
+    place = {index: at for at, index in enumerate(turn)}
+    found.sort(key=lambda bucket: place[bucket[1][0]])
+    slots: dict[int, LeafSlot] = {}
+    ends: list[int] = []
+    for bucket, (_, members) in enumerate(found):
+        end = 0
+        for index in members:
+            key = keys[index]
+            slots[index] = LeafSlot(key.path, key.shape, key.dtype, bucket, end, numels[index])
+            end += aligned(numels[index])
+        ends.append(end)
     buckets = tuple(
         BucketSlot(
             dtype, tuple(leaves), sum(slots[i].numel for i in leaves), _padded(end, dtype, size)
         )
-        for dtype, leaves, end in zip(dtypes, members, ends, strict=True)
+        for (dtype, leaves), end in zip(found, ends, strict=True)
     )
     return Layout(
         tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device
@@ -197,12 +191,3 @@ def _padded(numel: int, dtype: torch.dtype, size: int) -> int:
     page = size * (_PAGE_BYTES // dtype.itemsize)
     unit = page if page <= _MAX_WASTE * numel else ALIGNMENT * size
     return -(-numel // unit) * unit
-
-
-def _block_of(path: str) -> tuple[str, ...]:
-    """Return the path up to the first number: ``h.3.attn.w`` lies in block ``h.3``."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return tuple(parts[: i + 1])
-    return ()

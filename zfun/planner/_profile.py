@@ -81,7 +81,7 @@ def profile() -> Iterator[Profile]:
         >>> events[:4]
         ['gather 0', 'gather 1', 'gathered 0', 'use 0']
         >>> events[4:]
-        ['release 0', 'gathered 1', 'use 1', 'release 1']
+        ['release 0', 'gathered 1', 'use 1']
     """
     found = Profile()
     token = watching.set(found)

@@ -187,7 +187,7 @@ def timeline(
         ...     made = zf.planner.schedule(trace, zf.ScheduleOptions(prefetch=prefetch))
         ...     return zf.planner.timeline(made).duration / 64**2
         >>> [duration(prefetch) for prefetch in (0, 1, 2)]
-        [15.0, 12.5, 12.5]
+        [14.5, 12.0, 12.0]
     """
     if isinstance(schedule, UpdatePlan):
         costs = {"read": read_cost, "compute": 1.0, "write": write_cost, "gather": gather_cost}

@@ -81,7 +81,7 @@ def trace(
         size: the number of ranks that share the parameters, or a group of that size, such as a mesh
             or the inner axis of a mesh. The group sends nothing.
         trainable: which leaves are trained, by path and leaf; by default all.
-        bucket_bytes: size at which a bucket closes, in bytes.
+        bucket_bytes: the most bytes of a bucket.
         persistence: leaves of at most this many elements lie in separate, persistent buckets.
         order: of the leaves in the buckets, as in :func:`zfun.layout.layout_of`.
         labels: labels of trained leaves; leaves with different labels lie in different buckets, as

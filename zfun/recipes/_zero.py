@@ -113,7 +113,8 @@ def zero(
         offload: stores for parameters, gradients and the optimizer's state.
         compression: codecs for gathers of parameters and sums of gradients.
         schedule: when stage 3 gathers and releases buckets; see :func:`zfun.shard_params`.
-        bucket_bytes: size in bytes at which a bucket closes.
+        bucket_bytes: the most bytes of a bucket, unless a single leaf has more. Within this bound a
+            bucket is a block (``h.0``), or some small blocks; see :func:`zfun.layout.layout_of`.
         order: paths of leaves, first used first, from :func:`zfun.planner.order_of_use`; by default
             the order of the tree.
         donate: let ``step`` overwrite the buffers of the old state, which must not be used again.

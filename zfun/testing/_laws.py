@@ -98,7 +98,7 @@ def assert_round_trip(
     Args:
         params: a tree of tensors, equal on all ranks.
         group: the ranks; every rank must call.
-        bucket_bytes: size in bytes at which a bucket closes.
+        bucket_bytes: the most bytes of a bucket.
 
     Raises:
         AssertionError: the law is broken; the message names the part.

@@ -129,7 +129,7 @@ def train(
         params: a tree of tensors, equal on all ranks, which stays unchanged.
         batches: ``batches[step][rank]``.
         num_micro_batches: number of micro-batches per batch.
-        bucket_bytes: size in bytes at which a bucket closes.
+        bucket_bytes: the most bytes of a bucket.
 
     Returns:
         The parameters, losses and stores of this rank.

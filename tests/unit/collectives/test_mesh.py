@@ -44,7 +44,8 @@ def recorded_step(
         optim.adamw(0.05),
         mesh.inner if axis == "inner" else mesh,
         bucket_bytes=300,
-        schedule=zf.ScheduleOptions(secondary=secondary),
+        # No bucket stays for backward.
+        schedule=zf.ScheduleOptions(secondary=secondary, reuse_distance=0 if stage == 3 else None),
     )
     state = z.init(models.mlp())
     psi = sum(bucket.padded_numel * 8 for bucket in state.params.layout.buckets)

@@ -241,7 +241,8 @@ def test_auto_follows_the_written_rules() -> None:
     config, _ = read(FOLDER / "stage_3.json")
     found = from_ds_config(config, auto=AutoValues(hidden_size=4096))
     shown = {entry.path: entry.becomes + entry.why for entry in found.entries}
-    # h², int(0.9 h²), 10 h; h² elements are more than zfun's bucket.
+    # h², int(0.9 h²), 10 h.
+    assert found.bucket_bytes == 4096**2 * 4
     assert "15099494 elements" in shown[f"{ZERO}.stage3_prefetch_bucket_size"]
     assert found.schedule is not None
     assert found.schedule.persistence == 40960

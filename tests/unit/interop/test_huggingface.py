@@ -229,8 +229,9 @@ def test_nothing_gathered_stays_alive(model: Any) -> None:
             tracker.peak = 0
             _, grads = vg(flat, tokens(step, group.rank))
             assert grads.placement is zf.P
-            # The loss and the autograd graph are alive here, but no gathered bucket is.
-            assert after_forward[step] == 0
+            # The loss and the autograd graph are alive here, but no gathered bucket is. Once the
+            # order is known, one or two buckets are, with which backward begins.
+            assert after_forward[step] in ((1, 2) if step else (0,))
             assert tracker.settled() == 0
             assert len(tracker.gathered) >= 2 * num_buckets * (step + 1) - num_buckets
             if step:

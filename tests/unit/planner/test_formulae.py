@@ -198,7 +198,9 @@ def test_the_volume_is_that_of_recorded_steps(
             recorded,
             num_micro_batches=num_micro_batches,
             bucket_bytes=1,
-            schedule=zf.ScheduleOptions(reuse_distance=10**9) if keep and stage == 3 else None,
+            schedule=zf.ScheduleOptions(reuse_distance=10**9 if keep else 0)
+            if stage == 3
+            else None,
         )
         state = zero.init({"a": torch.ones(numel), "b": torch.ones(numel)})
         state, _ = zero.step(state, torch.ones(num_micro_batches))

@@ -1,4 +1,8 @@
-"""Bytes of every step: 2Ψ(N−1)/N for stages 0 to 2, 3Ψ(N−1)/N for stage 3, padding included."""
+"""Bytes of every step: 2Ψ(N−1)/N for stages 0 to 2, 3Ψ(N−1)/N for stage 3, padding included.
+
+From the second step on, stage 3 sends less by the buckets that stay gathered from forward to
+backward, unless ``reuse_distance`` is 0.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,14 @@ def uses_one_leaf(params: Any, x: Tensor) -> Tensor:
     return x.sum() + params["out"].sum()
 
 
+def chain(params: Any, x: Tensor) -> Tensor:
+    for w in params:
+        x = torch.tanh(x @ w)
+    return x.sum()
+
+
 SLOW = pytest.mark.slow
+NOTHING_STAYS = zf.ScheduleOptions(reuse_distance=0)
 LOSSES = [models.mlp_loss, skips_layers, uses_one_leaf]
 
 
@@ -38,6 +49,7 @@ def sent_by_step(
     group: zf.Group, stage: int, loss_fn: Any, num_steps: int, bucket_bytes: int, **options: Any
 ) -> tuple[int, list[dict[str, int]]]:
     recorded = zf.record(group)
+    options.setdefault("schedule", NOTHING_STAYS if stage == 3 else None)
     z = zf.zero(
         stage, loss_fn, zf.optim.adamw(1e-3), recorded, bucket_bytes=bucket_bytes, **options
     )
@@ -70,14 +82,47 @@ def test_bytes_of_a_step_follow_the_formula(
             assert (step["params"], step["grads"]) == (params * once, grads * once)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 512, 2**24])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_last_buckets_of_forward_stay_for_backward(prefetch: int, bucket_bytes: int) -> None:
+    """Gathers are left out, and the most gathered at once is what it was."""
+
+    def main(group: zf.Group, **options: Any) -> Any:
+        recorded = zf.record(group)
+        schedule = zf.ScheduleOptions(prefetch=prefetch, **options)
+        loss = zf.shard_params(chain, recorded, schedule=schedule)
+        params = zf.shard(
+            [torch.eye(8).clone() for _ in range(6)], recorded, bucket_bytes=bucket_bytes
+        )
+        vg = zf.shard_grads(zf.data_parallel(zf.value_and_grad(loss), recorded), recorded)
+        for _ in range(3):
+            recorded.clear()
+            vg(params, torch.ones(2, 8))
+        gathers = [record for record in recorded.log if record.name == "params"]
+        (found,) = loss.schedules  # pyrefly: ignore[missing-attribute]
+        return gathers, max(found.live()), len(params.layout.buckets)
+
+    (gathers, most, count), (again, least, _) = (
+        zf.simulate(2, main, **options)[0] for options in ({}, {"reuse_distance": 0})
+    )
+    assert len(again) == 2 * count
+    assert len(gathers) == 2 * count - min(count, prefetch + 1)
+    assert most == least
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_leaf_that_is_used_early_and_late_is_gathered_once_from_the_second_step_on(
     size: int,
 ) -> None:
-    for psi, steps in zf.simulate(size, sent_by_step, 3, uses_twice, 3, 1):
+    layout = zf.layout.layout_of(models.mlp(num_layers=5, dtype=torch.float32), size, 1)
+    # "out" stays for backward. The bias before is not needed there.
+    stay = layout.buckets[-1].padded_numel * 4 * (size - 1) // size
+    assert layout.label(10) == "bucket 10: out"
+    found = zf.simulate(size, sent_by_step, 3, uses_twice, 3, 1, schedule=zf.ScheduleOptions())
+    for psi, steps in found:
         once = psi * (size - 1) // size
         assert steps[0]["params"] >= 2 * once
-        assert [step["params"] for step in steps[1:]] == [2 * once] * 2
+        assert [step["params"] for step in steps[1:]] == [2 * once - stay] * 2
         assert [step["grads"] for step in steps] == [once] * 3
 
 
@@ -116,8 +161,10 @@ def test_a_bucket_that_the_loss_still_holds_is_gathered_for_backward() -> None:
     for psi, steps in zf.simulate(
         size, sent_by_step, 3, holds, 4, 1, schedule=zf.ScheduleOptions(prefetch=3)
     ):
-        once = psi * (size - 1) // size
-        assert [(step["params"], step["grads"]) for step in steps] == [(2 * once, once)] * 4
+        once, each = psi * (size - 1) // size, 2**7
+        assert [step["grads"] for step in steps] == [once] * 4
+        # From the second step on, the last three buckets stay.
+        assert [step["params"] for step in steps] == [2 * once, *[2 * once - 3 * each] * 3]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -158,6 +205,7 @@ def test_frozen_leaves_have_no_gradient_and_no_optimizer_bytes(stage: int) -> No
             recorded,
             bucket_bytes=200,
             trainable=trainable,
+            schedule=NOTHING_STAYS if stage == 3 else None,
         )
         state = z.init(models.mlp(dtype=torch.float32))
         assert state.frozen is not None

@@ -376,7 +376,8 @@ def test_prefetch_changes_no_bit_and_no_byte(prefetch: int) -> None:
             zf.optim.adamw(0.1),
             recorder,
             bucket_bytes=300,
-            schedule=zf.ScheduleOptions(prefetch=ahead),
+            # By default as many buckets stay for backward as are gathered ahead, and one more.
+            schedule=zf.ScheduleOptions(prefetch=ahead, reuse_distance=0),
         )
         state = z.init(models.mlp())
         for _ in range(3):

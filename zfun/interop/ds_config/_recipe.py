@@ -61,7 +61,7 @@ class Recipe:
     Example:
         >>> recipe = from_ds_config({"zero_optimization": {"stage": 3}})
         >>> recipe.stage, recipe.schedule.max_live, recipe.bucket_bytes
-        (3, 1000000000, 27262976)
+        (3, 1000000000, 1073741824)
     """
 
     stage: int

@@ -74,7 +74,8 @@ class _Traffic(NamedTuple):
     """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
 
     The most bytes of a bucket's gradients and the message that these are packed into are beside,
-    and the bytes of each bucket.
+    and the bytes of each bucket. ``again`` and ``stays`` leave out the buckets that may stay from
+    forward to backward, and count their elements.
     """
 
     gather: Counter[str]
@@ -85,6 +86,7 @@ class _Traffic(NamedTuple):
     num_sums: int
     num_wholes: int
     numel: int
+    stays: int
     packed: int
     bucket_of_leaf: tuple[int, ...]
     buckets: tuple[BucketBytes, ...]
@@ -120,6 +122,7 @@ class Bounds:
         traffic = self._once(
             self._traffic_of,
             choice.closes_at,
+            choice.prefetch,
             choice.inner,
             choice.hybrid,
             choice.secondary,
@@ -152,7 +155,7 @@ class Bounds:
             k * loss.flops,
             _sent(choice, traffic),
             _num_messages(choice, traffic, self._group.size),
-            *_moved(choice, traffic.numel // shards, sizes, state),
+            *_moved(choice, traffic.numel // shards, traffic.stays // shards, sizes, state),
             0 if "optimizer" in choice.offloaded else kept["optimizer"],
             kept["optimizer"] if "optimizer" in choice.offloaded else 0,
             k * loss.touched,
@@ -207,6 +210,7 @@ class Bounds:
     def _traffic_of(
         self,
         closes_at: int,
+        prefetch: int,
         inner: int,
         hybrid: bool,
         secondary: bool,
@@ -221,17 +225,20 @@ class Bounds:
         of_params = codec if "params" in compressed else None
         of_grads = codec if "grads" in compressed else None
         hops: dict[str, list[PricedHop]] = {"gather": [], "again": [], "sum": [], "whole": []}
+        # The largest buckets, because those in use at the turn are not known here.
+        ranked = sorted(range(len(layout.buckets)), key=lambda b: layout.buckets[b].padded_numel)
+        stays = frozenset(ranked[-1 - prefetch :])
         packed = 0
         buckets: list[BucketBytes] = []
-        for bucket in layout.buckets:
+        for index, bucket in enumerate(layout.buckets):
             numel, kept = bucket.padded_numel, bucket.dtype.itemsize
             sent = (policy.compute or bucket.dtype).itemsize
-            hops["gather"] += price_of_gather(numel // group.size, sent, group, of_params)
+            gather = again = price_of_gather(numel // group.size, sent, group, of_params)
             if secondary and isinstance(group, Mesh):
                 itemsize = sent if of_params is None else kept
-                hops["again"] += price_of_gather(
-                    numel // group.inner.size, itemsize, group.inner, None
-                )
+                again = price_of_gather(numel // group.inner.size, itemsize, group.inner, None)
+            hops["gather"] += gather
+            hops["again"] += [] if index in stays else again
             grad, reduced = sent, _reduced(bucket.dtype, policy.reduce)
             summing = price_of_sum(numel, reduced, group, of_grads)
             hops["sum"] += summing
@@ -246,16 +253,16 @@ class Bounds:
             is_packed = len(bucket.leaves) > 1 or grad != reduced
             grads = sum(counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
             packed = max(packed, counted(numel * reduced) + grads * is_packed)
-        again = hops["again"] or hops["gather"]
         return _Traffic(
             _by_axis(hops["gather"]),
-            _by_axis(again),
+            _by_axis(hops["again"]),
             _by_axis(hops["sum"]),
             _by_axis(hops["whole"]),
-            (len(hops["gather"]), len(again)),
+            (len(hops["gather"]), len(hops["again"])),
             len(hops["sum"]),
             len(hops["whole"]),
             sum(bucket.padded_numel for bucket in layout.buckets),
+            sum(layout.buckets[b].padded_numel for b in stays),
             packed,
             tuple(layout.leaves[slot].bucket for slot in layout.positions),
             tuple(buckets),
@@ -319,10 +326,13 @@ def _num_messages(choice: Candidate, traffic: _Traffic, num_ranks: int) -> int:
     return of_buckets + small + (choice.on_disk and bool(choice.offloaded))
 
 
-def _moved(choice: Candidate, numel: int, sizes: _Itemsizes, state: _OfState) -> tuple[int, int]:
+def _moved(
+    choice: Candidate, numel: int, stays: int, sizes: _Itemsizes, state: _OfState
+) -> tuple[int, int]:
     """Return the bytes between device and host of the busier direction, and those of the disk."""
     params, grads = numel * sizes.param, numel * sizes.grad
-    reads = choice.num_micro_batches * (1 if choice.secondary else 2) * params
+    again = 0 if choice.secondary else (numel - stays) * sizes.param
+    reads = choice.num_micro_batches * (params + again)
     # Without master weights, an update reads the parameters.
     read = 0 if state.masters else params
     of_optimizer = state.masters + state.moments

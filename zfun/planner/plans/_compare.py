@@ -148,7 +148,7 @@ def compare(
         >>> print(compare(recipes, params, torch.empty(8, 64), 8))
                   kept     peak    sent  operations
         ZeRO-2  40,960  110,592  61,432   3.277e+05
-        ZeRO-3  12,288  110,592  90,160   3.277e+05
+        ZeRO-3  12,288  110,592  61,488   3.277e+05
     """
     if not recipes:
         raise OptionError(

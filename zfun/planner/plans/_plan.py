@@ -175,7 +175,7 @@ def plan(
         >>> recipe = lambda group: zf.zero(3, loss, zf.optim.adamw(0.1), group, bucket_bytes=1)
         >>> found = zf.plan(recipe, params, torch.empty(8, 64), 8)
         >>> found.bytes_sent("params"), found.bytes_sent("grads"), found.flops.forward
-        (57344, 28672, 131072)
+        (43008, 28672, 131072)
         >>> found.steady.device.params, found.steady.device.moments, found.largest.gathered
         (4096, 8192, 32768)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from zfun import optim, stores, tree
 from zfun.collectives import Group, Mesh, split
 from zfun.compression import Compression, int8
-from zfun.layout import DEFAULT_BUCKET_BYTES
+from zfun.layout import DEFAULT_BUCKET_BYTES, FUSED_BYTES
 from zfun.options import ANY, BOOL, FUNCTION, instance, integer, one_of, takes
 from zfun.recipes import Precision, zero
 from zfun.transforms import ScheduleOptions
@@ -100,7 +100,7 @@ class Candidate(NamedTuple):
         hybrid: whether the state is sharded over a row alone.
         secondary: whether a row keeps a part of the gathered parameters for backward.
         compressed: the messages in int8, which rounds: of ``"params"`` and ``"grads"``.
-        bucket_bytes: size at which a bucket closes.
+        bucket_bytes: the most bytes of a bucket, unless a single leaf has more.
     """
 
     stage: int
@@ -144,6 +144,11 @@ class Candidate(NamedTuple):
         """The bytes at which a bucket closes."""
         return min(self.bucket_bytes, _LEAN_BYTES) if self.lean else self.bucket_bytes
 
+    @property
+    def prefetch(self) -> int:
+        """How many buckets are gathered ahead."""
+        return 0 if self.lean and self.stage == 3 else 1
+
     def placed(self, group: Group) -> Group:
         """Return the group, the mesh, or the axis of the mesh that the state is sharded over."""
         if self.inner == 1:
@@ -156,7 +161,6 @@ class Candidate(NamedTuple):
         loss = model.recomputed if self.recomputed and model.recomputed else model.loss
         # An abstract tensor is not written, so that any directory will do.
         store: Any = stores.nvme(tempfile.gettempdir()) if self.on_disk else stores.host(pin=False)
-        prefetch = 0 if self.lean and self.stage == 3 else 1
         return zero(
             self.stage,
             loss,
@@ -166,7 +170,7 @@ class Candidate(NamedTuple):
             num_micro_batches=self.num_micro_batches,
             offload=stores.Offload(**dict.fromkeys(self.offloaded, store)),
             compression=Compression(**dict.fromkeys(self.compressed, int8())),
-            schedule=ScheduleOptions(prefetch=prefetch, secondary=self.secondary),
+            schedule=ScheduleOptions(prefetch=self.prefetch, secondary=self.secondary),
             bucket_bytes=self.closes_at,
         )
 
@@ -181,9 +185,9 @@ def candidates(
     """Yield every choice with every other that goes with it; see :meth:`Model.candidates`."""
     buckets: list[dict[str, Any]] = [{}, {"lean": True}]
     leaves = [leaf for leaf in tree.leaves(model.params) if isinstance(leaf, Tensor)]
-    if sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves) > DEFAULT_BUCKET_BYTES:
+    if sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves) > FUSED_BYTES:
         # Else all leaves of a dtype lie in one bucket already.
-        buckets.append({"bucket_bytes": 4 * DEFAULT_BUCKET_BYTES})
+        buckets.append({"bucket_bytes": FUSED_BYTES})
     for stage, is_recomputed, num_micro_batches in itertools.product(
         (1, 2, 3), (False, True)[: 1 + (model.recomputed is not None)], _splits(model.batch)
     ):

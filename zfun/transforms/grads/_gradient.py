@@ -134,7 +134,7 @@ def data_parallel(
         reduce_dtype: the dtype of the gradients, also on the wire, in the sums over the ranks and
             over micro-batches. By default the dtype of the parameters, but float32 for half types,
             whose sums would lose bits.
-        bucket_bytes: where buckets close, for parameters that are not flat yet.
+        bucket_bytes: the most bytes of a bucket, for parameters that are not flat yet.
         compression: the codec of the later sum, such as :func:`zfun.compression.int4`; by default
             the sum sends exact values. A ``Flat`` with placement ``P`` carries the codec;
             ``zf.tree.map`` drops the codec.

@@ -76,7 +76,7 @@ class GradientFunction(ZfunGradient):
         group: the ranks over which gradients are partial sums; ``None`` for gradients of this rank
             alone.
         reduce: ``"mean"`` or ``"sum"`` over the ranks.
-        bucket_bytes: where buckets close, for parameters that are not flat yet.
+        bucket_bytes: the most bytes of a bucket, for parameters that are not flat yet.
         placement: of the gradients; ``None`` for gradients of this rank alone.
         over: the ranks that share sharded gradients: ``group`` or the inner axis.
         hooks: the steps of each complete bucket of gradients.

@@ -29,7 +29,7 @@ def shard_optimizer(
         optimizer: a :class:`zfun.optim.Optimizer` that is element-wise or looks for leaves by
             itself, or an ``(init, update)`` pair.
         group: the ranks that share the state: a group, a mesh, or the inner axis of one.
-        bucket_bytes: where buckets close, for parameters that are not flat yet.
+        bucket_bytes: the most bytes of a bucket, for parameters that are not flat yet.
 
     Returns:
         An optimizer with sharded state, for parameters and gradients of any placement; new

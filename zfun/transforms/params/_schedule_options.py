@@ -31,8 +31,9 @@ class ScheduleOptions:
             evicts the bucket that is needed latest, which is then gathered again.
         reuse_distance: a bucket stays gathered after a use if fewer elements than this number are
             used before the next use of the bucket, from forward into backward too. By default a
-            bucket that is used again in the same pass stays, and none stays from forward to
-            backward.
+            bucket that is used again in the same pass stays, and from forward to backward only the
+            last buckets, ``prefetch + 1`` at most: backward begins with these, so without staying
+            they would be released and gathered again at once. With 0 no bucket stays.
         persistence: a bucket of which no leaf has more elements than this stays gathered until the
             parameters change. Give :func:`zfun.shard` the same number, so that small leaves lie in
             buckets of their own.

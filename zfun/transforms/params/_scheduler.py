@@ -80,6 +80,31 @@ def with_reads(
     return out
 
 
+def _without_regathers(steps: Iterable[Step]) -> list[Step]:
+    """Keep each bucket that is released and gathered again before the next use of any bucket.
+
+    The last buckets of forward are the first of backward, so the scheduler releases and gathers
+    them at the turn. Every use finds the same buckets gathered as before, so the peak is the same.
+    """
+    out: list[Step | None] = []
+    # The buckets gathered, and the places of the releases, since the last use.
+    fresh, released = set[int](), dict[int, int]()
+    for step in steps:
+        if step.kind == "gather" and step.bucket in released:
+            out[released.pop(step.bucket)] = None
+            continue
+        if step.kind == "gather":
+            fresh.add(step.bucket)
+        elif step.kind == "release" and step.bucket not in fresh:
+            released[step.bucket] = len(out)
+        else:
+            # A bucket gathered for other ranks alone makes room for the next, so none may stay.
+            fresh.clear()
+            released.clear()
+        out.append(step)
+    return [step for step in out if step is not None]
+
+
 class _Scheduler:
     """Walks through a trace and writes the steps down."""
 
@@ -137,7 +162,10 @@ class _Scheduler:
         )
         stored = {i for i, bucket in enumerate(self._trace.buckets) if bucket.stored_itemsize}
         return with_reads(
-            self._steps, stored, self._options.read_ahead, lambda step: step.phase in phases
+            _without_regathers(self._steps) if self._distance is None else self._steps,
+            stored,
+            self._options.read_ahead,
+            lambda step: step.phase in phases,
         )
 
     def _use(self, bucket: int, now: int) -> None:

@@ -47,7 +47,7 @@ def check_agreement(
         params: a tree of tensors and deferred leaves. The values of deferred leaves are not
             compared here, but while they are made.
         group: the ranks that hold the tree; for an axis of a mesh, all ranks of the mesh.
-        bucket_bytes: where a bucket closes; compared too.
+        bucket_bytes: the most bytes of a bucket; compared too.
         persistence: the largest leaves of separate buckets; compared too.
         order: of the leaves in the buckets; compared too.
         values: whether to compare the values as well.

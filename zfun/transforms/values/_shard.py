@@ -51,7 +51,7 @@ def shard(
             has its part.
         group: the ranks that share the value: a group, a mesh, or the inner axis of a mesh, whose
             rows then hold the same.
-        bucket_bytes: where a bucket closes, in bytes; see :func:`zfun.layout.layout_of`.
+        bucket_bytes: the most bytes of a bucket; see :func:`zfun.layout.layout_of`.
         persistence: leaves of at most this many elements lie in separate buckets; give
             :func:`zfun.shard_params` the same number.
         init: ``"check"`` compares tree, shapes, dtypes and values across ranks before any other
@@ -114,7 +114,7 @@ def replicate(
     Args:
         params: a tree of tensors that every rank holds whole, and of deferred leaves.
         group: the ranks that hold the value.
-        bucket_bytes: where a bucket closes, in bytes.
+        bucket_bytes: the most bytes of a bucket.
         init: ``"check"`` or ``"broadcast"``, as in :func:`shard`.
         labels: as in :func:`shard`.
         order: as in :func:`shard`.

@@ -34,7 +34,7 @@ from zfun.collectives import (
 )
 from zfun.errors import LeafError, ZfunError
 from zfun.flat import Flat
-from zfun.layout import DEFAULT_BUCKET_BYTES, Layout, LeafSlot
+from zfun.layout import FUSED_BYTES, Layout, LeafSlot
 from zfun.placement import Placement, S
 from zfun.sources import Deferred
 
@@ -110,7 +110,7 @@ class Leaves:
         )
         dtype = value.dtype.to_real() if value.dtype.is_complex else value.dtype
         # All ranks start the same broadcasts, also where rank 0 has no values.
-        step = max(1, DEFAULT_BUCKET_BYTES // dtype.itemsize)
+        step = max(1, FUSED_BYTES // dtype.itemsize)
         for first in range(0, slot.numel, step):
             numel = min(step, slot.numel - first)
             piece = (

@@ -38,8 +38,8 @@ def _of_hidden(rule: Callable[[int], int], words: str) -> Fill:
 _STAGES = (
     mapped("stage", 0, "zf.zero(stage)", count(0, 3)),
     mapped("reduce_bucket_size", 500_000_000, "zf.zero(bucket_bytes=)", count(),
-        "an upper bound of a bucket; zfun's buckets of 26 MiB overlap with computation, so a larger"
-        " bound changes nothing", _of_hidden(lambda h: h * h, "hidden_size²")),
+        "an upper bound of a bucket; zfun's buckets are blocks, or 26 MiB of small ones, so a"
+        " larger bound changes nothing", _of_hidden(lambda h: h * h, "hidden_size²")),
     mapped("allgather_bucket_size", 500_000_000, "zf.zero(bucket_bytes=)", count(),
         "stages 1 and 2: an upper bound of a bucket"),
     ignored("allgather_partitions", True,
