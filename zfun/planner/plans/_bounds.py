@@ -11,8 +11,8 @@ same composition.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, sum_group
 from zfun.compression import int8
-from zfun.layout import layout_of
+from zfun.layout import Layout, layout_of
 from zfun.planner._price import PricedHop, price_of_gather, price_of_sum
 from zfun.planner.plans._bare import Bare, Still
 from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast, missing
@@ -63,7 +63,7 @@ class Bound(NamedTuple):
 
 
 class _OfState(NamedTuple):
-    """Bytes of a rank's state without padding; the parameters are whole."""
+    """Bytes of the state without padding, of one rank; the parameters are whole."""
 
     params: int
     masters: int
@@ -118,7 +118,7 @@ class Bounds:
         loss = self._once(
             self._loss_of, choice.recomputed, choice.num_micro_batches, choice.precision
         )
-        state = self._once(self._state_of, choice.inner, choice.hybrid, choice.precision)
+        whole = self._once(self._state_of, choice.precision)
         traffic = self._once(
             self._traffic_of,
             choice.closes_at,
@@ -129,8 +129,9 @@ class Bounds:
             choice.compressed,
             choice.precision,
         )
-        sizes = _itemsizes(choice, self._model)
+        sizes = self._once(self._itemsizes, choice.precision)
         shards = choice.placed(self._group).size
+        state = whole._replace(masters=whole.masters // shards, moments=whole.moments // shards)
         kept = {
             "params": state.params // shards if is_third else state.params,
             "optimizer": state.masters + state.moments,
@@ -191,21 +192,28 @@ class Bounds:
         sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
         return peak_of_pass(loss, sizes, bucket_of_leaf, buckets)
 
-    def _state_of(self, inner: int, hybrid: bool, precision: Any) -> _OfState:
-        choice = Candidate(1, precision=precision, inner=inner, hybrid=hybrid, bucket_bytes=2**60)
-        model = self._model
+    def _state_of(self, precision: Any) -> _OfState:
+        model, one = self._model, abstract_group(1)
+        # One rank and one bucket have the least padding.
+        choice = Candidate(1, precision=precision, bucket_bytes=2**60)
         make = lambda group: Still(choice.of(model, group).init)
-        found = plan(make, model.params, model.batch, self._group, steps=1, device="meta")
+        found = plan(make, model.params, model.batch, one, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
-        size = sum_group(choice.placed(self._group)).size
-        layout = layout_of(model.params, size, 2**60, dtype=policy_of(precision).param)
-        # Padding lies on the last rank, so the first has more than its share of the numbers.
-        filled = min(
-            (Fraction(bucket.numel, bucket.padded_numel) for bucket in layout.buckets),
-            default=Fraction(1),
+        return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
+
+    def _itemsizes(self, precision: Any) -> _Itemsizes:
+        """Return the least itemsizes of the parameters and of reduced gradients."""
+        policy = policy_of(precision)
+        leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
+        kept = [policy.param or leaf.dtype for leaf in leaves]
+        return _Itemsizes(
+            min(dtype.itemsize for dtype in kept),
+            min(_reduced(dtype, policy.reduce) for dtype in kept),
         )
-        params, *shards = (sum(getattr(row, part) for row in rows) for part in _OfState._fields)
-        return _OfState(params, *(int(filled * num_bytes) for num_bytes in shards))
+
+    def _layout_of(self, size: int, closes_at: int, precision: Any) -> Layout:
+        dtype = policy_of(precision).param
+        return layout_of(self._model.params, size, closes_at, dtype=dtype)
 
     def _traffic_of(
         self,
@@ -220,7 +228,9 @@ class Bounds:
         choice = Candidate(3, precision=precision, inner=inner, hybrid=hybrid)
         group, policy = choice.placed(self._group), policy_of(precision)
         size = sum_group(group).size
-        layout = layout_of(self._model.params, size, closes_at, dtype=policy.param)
+        layout = self._once(self._layout_of, size, closes_at, precision)
+        # Most buckets are equal.
+        gather_of, sum_of = functools.cache(price_of_gather), functools.cache(price_of_sum)
         codec = int8()
         of_params = codec if "params" in compressed else None
         of_grads = codec if "grads" in compressed else None
@@ -233,16 +243,16 @@ class Bounds:
         for index, bucket in enumerate(layout.buckets):
             numel, kept = bucket.padded_numel, bucket.dtype.itemsize
             sent = (policy.compute or bucket.dtype).itemsize
-            gather = again = price_of_gather(numel // group.size, sent, group, of_params)
+            gather = again = gather_of(numel // group.size, sent, group, of_params)
             if secondary and isinstance(group, Mesh):
                 itemsize = sent if of_params is None else kept
-                again = price_of_gather(numel // group.inner.size, itemsize, group.inner, None)
+                again = gather_of(numel // group.inner.size, itemsize, group.inner, None)
             hops["gather"] += gather
             hops["again"] += [] if index in stays else again
             grad, reduced = sent, _reduced(bucket.dtype, policy.reduce)
-            summing = price_of_sum(numel, reduced, group, of_grads)
+            summing = sum_of(numel, reduced, group, of_grads)
             hops["sum"] += summing
-            hops["whole"] += price_of_gather(numel // group.size, kept, group, None)
+            hops["whole"] += gather_of(numel // group.size, kept, group, None)
             summed = numel // group.size * reduced
             # A codec makes one message from the packed gradients, and receives another.
             sending = summed if of_grads is None else 2 * counted(summing[0].sent_bytes)
@@ -272,17 +282,6 @@ class Bounds:
 class _Itemsizes(NamedTuple):
     param: int
     grad: int
-
-
-def _itemsizes(choice: Candidate, model: Model) -> _Itemsizes:
-    """Return the least itemsizes of the parameters and of reduced gradients."""
-    policy = policy_of(choice.precision)
-    leaves = [leaf for leaf in tree.leaves(model.params) if isinstance(leaf, Tensor)]
-    kept = [policy.param or leaf.dtype for leaf in leaves]
-    return _Itemsizes(
-        min(dtype.itemsize for dtype in kept),
-        min(_reduced(dtype, policy.reduce) for dtype in kept),
-    )
 
 
 def _reduced(dtype: torch.dtype, reduce: torch.dtype | None) -> int:
