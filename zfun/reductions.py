@@ -84,7 +84,7 @@ def gather_values(flat: Flat, x: Tensor, name: str = "values") -> Tensor:
 
     Args:
         flat: the value whose group gathers.
-        x: of one shape and dtype on all ranks.
+        x: of one shape, dtype and type of device on all ranks.
         name: the name of ``x`` in messages and logs.
 
     Returns:
@@ -540,8 +540,10 @@ def mean_metrics(metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: Gro
             parts = [torch.as_tensor(x, device=device).detach().double().view(-1) for x in values]
             total += weight * torch.cat([*parts, total.new_ones(1)])
     *sums, weight = (
-        collectives.gather_values(total, sum_group(group), "metrics")
+        # On the host, because a rank without data may have numbers where others have tensors.
+        collectives.gather_values(total.cpu(), sum_group(group), "metrics")
         .sum(0)
+        .to(device)
         .split([*(shape.numel() for shape in shapes), 1])
     )
     if not float(weight):

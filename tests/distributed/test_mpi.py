@@ -210,6 +210,25 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             },
             ("9", "11", "1", "3", "node03", "22149"),
         ),
+        # Slurm sets two names of PMI beside its own.
+        (
+            {
+                "PMI_RANK": "5",
+                "PMI_SIZE": "8",
+                "SLURM_PROCID": "5",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+                "SLURM_NODEID": "1",
+                "SLURM_STEP_NODELIST": "node[03-04]",
+                "SLURM_JOB_ID": "815",
+                "SLURM_STEP_ID": "0",
+            },
+            ("5", "8", "1", "4", "node03", "22149"),
+        ),
+        # One rank needs no other.
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         # A batch script of Slurm is no rank.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
         # The variables of torchrun win.

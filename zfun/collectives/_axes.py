@@ -32,8 +32,9 @@ waits on the control stream only after it has started all gathers that other ran
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeAlias, final
 
@@ -202,10 +203,16 @@ class Order:
         queue = self.queues[stream]
         if any(axes[0] in before.later for before in queue):
             self.bring_forward(stream)
-        if self._aside is not None and len(axes) > 1 and not queue:
-            aside = self._aside(stream, x.device)
-            if aside is not None:
-                return _all_started(aside, axes, hops, x)
+        if self._aside is not None and len(axes) > 1 and not any(each.later for each in queue):
+            aside = functools.partial(self._aside, stream, x.device)
+            if (context := aside()) is not None:
+                if stream is Stream.CONTROL:
+                    self.bring_forward(Stream.PARAMS)
+                with context:
+                    # The memory of the input belongs to the caller's queue, which has not waited.
+                    running = _Running(axes[1:], hops, kept=x)
+                    running.bring_forward()
+                return Work(functools.partial(_finished_aside, running, aside))
         running = _Running(axes[1:], hops)
         queue.append(running)
 
@@ -225,15 +232,22 @@ class Order:
             queue.popleft()
 
 
-def _all_started(
-    aside: AbstractContextManager[None], axes: Sequence[Axis], hops: Hops, x: Tensor
-) -> Work:
-    """Start all hops on the queue beside the caller's."""
-    with aside:
-        # The memory of the input belongs to the caller's queue, which has not waited for any hop.
-        running = _Running(axes[1:], hops, kept=x)
-        running.bring_forward()
-    return Work(running.finish)
+def _finished_aside(
+    running: _Running, aside: Callable[[], AbstractContextManager[None] | None]
+) -> Tensor:
+    """Wait for the last hop, on both queues.
+
+    The allocator gives memory back to the system when the queue that made it has passed, so the
+    queue of the hops waits too, and knows that the caller's queue reads the result.
+    """
+    result = running.finish()
+    context = aside()
+    assert context is not None
+    with context:
+        pass
+    if result.is_cuda:
+        result.record_stream(torch.cuda.current_stream(result.device))
+    return result
 
 
 class _Running:

@@ -48,7 +48,7 @@ def sum_group(group: Group) -> Group:
 def agreement_group(group: Group) -> Group:
     """Return the ranks that must agree: on parameters, on skipped steps, on the order of buckets.
 
-    These are the ranks that sum. Axes that cut leaves of one value join them here.
+    These are the ranks that sum.
 
     Args:
         group: any group, over which values are cut.
@@ -104,7 +104,7 @@ def axis_of(group: Group) -> str:
 
 @takes(group=GROUP, what=TEXT)
 def check_shardable(group: Group, what: str) -> None:
-    """Refuse the outer axis of a mesh: its shards are not pieces of the shards of the mesh.
+    """Refuse an axis over which values are repeated: its shards are not pieces of the mesh's.
 
     Args:
         group: the ranks to shard over.
@@ -131,7 +131,7 @@ def start_reduce_scatter_over(
     """``P -> S``: start a sum over the mesh of a group, sharded over the group.
 
     Args:
-        group: a group, a mesh, or the inner axis of one.
+        group: a group, a mesh, or axes of one.
         call: a reduce-scatter.
         x: 1-D; the size of ``group`` divides its length.
         out: 1-D; where the piece may go.
@@ -141,7 +141,7 @@ def start_reduce_scatter_over(
 
     Raises:
         OptionError: another collective.
-        PlacementError: ``group`` is the outer axis of a mesh.
+        PlacementError: values are repeated over ``group``, as over the outer axis of a mesh.
 
     Example:
         >>> import torch

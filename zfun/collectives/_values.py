@@ -15,7 +15,7 @@ def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
     """Gather a small tensor of any shape from every rank.
 
     Args:
-        x: of the same shape and dtype on all ranks.
+        x: of the same shape, dtype and type of device on all ranks.
         group: the ranks.
         name: a name, for messages and logs.
 

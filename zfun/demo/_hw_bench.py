@@ -60,8 +60,8 @@ def measure_hardware(
     """Measure the rates of this machine; medians of a few rounds. See :func:`hw_bench`.
 
     Of ``flops_per_s``, the lower end of a forecast, the fastest round counts, and of the fields for
-    the upper end alone the slowest. Processes share the cores, as ranks of the CPU do: computation
-    and updates are measured on all ranks at the same time.
+    the upper end alone the slowest, except of differences. Processes share the cores, as ranks of
+    the CPU do: computation and updates are measured on all ranks at the same time.
 
     Example:
         >>> import tempfile
@@ -194,7 +194,8 @@ def _small_step(
     step()
     recorded.clear()
     step()
-    return len(recorded.log), _seconds(step, device, max)
+    # A median, because differences of these tell messages from leaves.
+    return len(recorded.log), _seconds(step, device)
 
 
 def _update(group: Group, device: torch.device, mib: int) -> float:

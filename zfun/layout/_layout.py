@@ -55,9 +55,10 @@ def layout_of(
 
     Buckets follow the insertion order of the tree, or ``order``, and hold one dtype each. A bucket
     is a unit of the tree that occurs several times (``h.0``, ``h.1``, ...): the shortest path up to
-    a number such that another number at that place has equal leaves below it. Small units share a
-    bucket of at most 26 MiB, and so do neighbours outside every unit. A bucket also closes before a
-    leaf that would exceed ``bucket_bytes``. A leaf is never cut.
+    a number such that another number at that place has equal leaves below it, and that fits
+    ``bucket_bytes``. Small units share a bucket of at most 26 MiB, and so do neighbours outside
+    every unit. A bucket also closes before a leaf that would exceed ``bucket_bytes``. A leaf is
+    never cut.
 
     Args:
         params: any tree of tensors and deferred leaves (:class:`zfun.sources.Deferred`). Leaves
@@ -144,7 +145,11 @@ def _layout(
     turns: tuple[int, ...] | None,
 ) -> Layout:
     numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
-    units = units_of([(key.path, (key.shape, key.dtype)) for key in keys])
+    units = units_of(
+        [(key.path, (key.shape, key.dtype)) for key in keys],
+        [math.prod(key.shape) * key.dtype.itemsize for key in keys],
+        bucket_bytes,
+    )
     # Leaves of one dtype share buckets, small ones apart from the others.
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     turn = turns or tuple(range(len(keys)))

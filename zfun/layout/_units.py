@@ -26,18 +26,23 @@ FUSED_BYTES = 26 * 2**20
 _SMALL_PART = 32
 
 
-def units_of(leaves: Sequence[tuple[str, Hashable]]) -> list[str | None]:
+def units_of(
+    leaves: Sequence[tuple[str, Hashable]], sizes: Sequence[int], bound: int
+) -> list[str | None]:
     """Return the repeated unit in which each leaf lies; ``None`` for a leaf outside every unit.
 
     A part of a path that is a number is an index. The unit is the shortest path up to an index such
-    that another index at that place has equal leaves below it.
+    that another index at that place has equal leaves below it. If that is larger than the bound,
+    such as one of two equal models, the unit is the next shortest.
 
     Args:
         leaves: the path and the kind (shape, dtype) of each leaf.
+        sizes: bytes of each leaf.
+        bound: the most bytes of a unit that has units in it.
 
     Example:
         >>> paths = ["wte", "h.0.w", "h.0.mlp.0", "h.1.w", "h.1.mlp.0", "mlp.0", "norm"]
-        >>> units_of([(path, ()) for path in paths])
+        >>> units_of([(path, ()) for path in paths], [4] * 7, 8)
         [None, 'h.0', 'h.0', 'h.1', 'h.1', None, None]
     """
     # The leaves below each index, by the path before the index.
@@ -56,7 +61,15 @@ def units_of(leaves: Sequence[tuple[str, Hashable]]) -> list[str | None]:
         for parent, children in below.items()
         if len({tuple(child) for child in children.values()}) < len(children)
     }
-    return [next((unit for parent, unit in found if parent in repeated), None) for found in indices]
+    total = collections.Counter[str]()
+    for found, size in zip(indices, sizes, strict=True):
+        total.update({unit: size for _, unit in found})
+
+    def unit_of(found: list[tuple[str, str]]) -> str | None:
+        units = [unit for parent, unit in found if parent in repeated]
+        return next((unit for unit in units if total[unit] <= bound), units[-1] if units else None)
+
+    return [unit_of(found) for found in indices]
 
 
 def bucket_cuts(
@@ -77,20 +90,21 @@ def bucket_cuts(
     """
     cuts = [0] if numels else []
     end, left = 0, sum(map(aligned, numels))
+    is_part = False  # the open bucket has a part of a unit
     for unit, run in itertools.groupby(_joined(numels, units, shared), lambda item: item[0]):
         members = [place for _, place in run]
         size = sum(aligned(numels[place]) for place in members)
         # Avoid a small last bucket, because every bucket costs the same time in Python.
         is_last = end + left <= shared
         is_full = 2 * end >= shared or (unit is not None and end + size > shared)
-        if end and is_full and not is_last:
+        if end and ((is_part and unit is not None) or (is_full and not is_last)):
             cuts.append(members[0])
-            end = 0
+            end, is_part = 0, False
         limit = shared if unit is None else bound
         for place in members:
             if end and end + numels[place] > limit:
                 cuts.append(place)
-                end = 0
+                end, is_part = 0, unit is not None
             end += aligned(numels[place])
         left -= size
     return cuts

@@ -50,8 +50,9 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Shrink gradients whose norm, over all leaves and ranks, is above a bound.
 
     ``g / max(1, (‖grads‖ + 1e-6) / max_norm)``, with the norm in float64 over every element once,
-    sharded or not. The host does not wait for the norm. "On the difficulty of training recurrent
-    neural networks", Pascanu, Mikolov and Bengio, 2013.
+    sharded or not. The step of :func:`zfun.zero` has read that norm already, so the host does not
+    wait for it again. "On the difficulty of training recurrent neural networks", Pascanu, Mikolov
+    and Bengio, 2013.
 
     Args:
         max_norm: the bound, above 0.

@@ -198,7 +198,8 @@ class Loop:
                     refuse_transforms()
                     return method(*args, **kwargs)
             except ZfunError as error:
-                state = next((x for x in args if isinstance(x, ZeroState)), None)
+                given = (*args, *kwargs.values())
+                state = next((x for x in given if isinstance(x, ZeroState)), None)
                 if error.step is None and state is not None:
                     error.step = state.step
                     error.add_note(f"in step {state.step}")

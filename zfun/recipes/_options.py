@@ -64,8 +64,9 @@ class ZeroOptions:
         _ = self.rule
 
     def __str__(self) -> str:
-        """Say the composition in one line: the stage, the optimizer, and what is not a default."""
-        kept = self.precision.param or self.precision.compute or self.precision.reduce
+        """Say the composition in one line: the stage, the optimizer, and the transforms beside."""
+        policy = self.precision
+        kept = policy.param or policy.compute or policy.reduce or policy.master
         options = {
             "precision": None if kept is None else str(kept).removeprefix("torch."),
             "num_micro_batches": self.num_micro_batches if self.num_micro_batches > 1 else None,

@@ -107,19 +107,23 @@ class OpenFile:
         # Files follows no links; check_no_link() has looked where this one leads.
         name = os.path.realpath(path) if is_disk else str(path)
         self._fd = self._files.open(name, os.O_RDONLY | os.O_NONBLOCK)
-        self.size = self._files.size(self._fd)
+        try:
+            self.size = self._files.size(self._fd)
+        except OSError:
+            self.close()
+            raise
 
     def read(self, buffer: Any, offset: int) -> int:
-        """Read into a buffer, and return the number of bytes read."""
-        return self._files.read(self._fd, buffer, offset)
+        """Fill a buffer of bytes; return the number of bytes, fewer at the end of the file."""
+        rest = memoryview(buffer)
+        # One call of the system may read less.
+        while rest and (count := self._files.read(self._fd, rest, offset)):
+            rest, offset = rest[count:], offset + count
+        return len(buffer) - len(rest)
 
     def fill(self, into: Tensor, offset: int) -> int:
-        """Fill a contiguous tensor from an offset on; at the end of the file return fewer bytes."""
-        rest: Any = into.view(-1).view(torch.uint8).numpy()
-        num_bytes = len(rest)
-        while len(rest) and (count := self.read(rest, offset)):
-            rest, offset = rest[count:], offset + count
-        return num_bytes - len(rest)
+        """Fill a contiguous tensor; return the number of bytes, fewer at the end of the file."""
+        return self.read(into.view(-1).view(torch.uint8).numpy(), offset)
 
     def close(self) -> None:
         self._files.close(self._fd)

@@ -10,7 +10,7 @@ from torch import Tensor
 from zfun.collectives import Work
 from zfun.options import BOOL, takes
 from zfun.stores._base import Counts, Stored
-from zfun.stores._streams import Copies
+from zfun.stores._streams import Copies, Copy
 
 
 class _HostTensor(Stored):
@@ -20,15 +20,25 @@ class _HostTensor(Stored):
         store: the store.
         tensor: the tensor.
         name: the part of the state.
-        event: the end of the copy into the tensor, if that is under way.
+        copy: the copy into the tensor, if that is under way.
     """
 
-    def __init__(self, store: HostStore, tensor: Tensor, name: str, event: Any = None) -> None:
+    def __init__(
+        self, store: HostStore, tensor: Tensor, name: str, copy: Copy | None = None
+    ) -> None:
         super().__init__(store, tensor, name)
         self.tensor, self.device = tensor, tensor.device
         self._copies = store.copies
         # The end of the last copy from or to the tensor, for which the host has not waited.
-        self._event = event
+        self._event: Any = None if copy is None else copy.event
+        self._put = copy
+
+    def flush(self) -> None:
+        """Let the device wait for the copy, so that its memory may be used again."""
+        copy, self._put = self._put, None
+        if copy is not None:
+            copy.wait()
+            self._copies.release()
 
     def get(self, device: torch.device) -> Work:
         """Start the copy to a device; for the CPU, nothing is copied."""
@@ -76,7 +86,7 @@ class HostStore(Counts):
         if queue is None:
             return _HostTensor(self, self._to_host(tensor), name)
         out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
-        return _HostTensor(self, out, name, self.copies.put(queue, out, tensor).event)
+        return _HostTensor(self, out, name, self.copies.put(queue, out, tensor))
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and (tensor.is_pinned() or not self.pin):

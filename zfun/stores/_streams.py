@@ -6,9 +6,9 @@ A device has a queue of copies in each direction, beside the queue that computes
 behind the work that is queued when it starts, and runs beside the work that is queued later. Memory
 is used again only after its copy:
 
-- Copies hold the tensors of the device until they are complete, or until the queue that computes
-  waits for them. At most ``MAX_UNDER_WAY`` copies to the host are under way; before one more, that
-  queue waits for the first.
+- Copies hold the tensors of the device until a transfer after their end, or until the queue that
+  computes waits for them. At most ``MAX_UNDER_WAY`` copies to the host are under way; before one
+  more, that queue waits for the first.
 - The host waits before it reads host memory, and nowhere else. The allocator of page-locked memory
   keeps a block until the copies from it and to it are complete.
 - A :class:`Ring` uses one of its buffers again after the host has emptied it.
@@ -182,7 +182,7 @@ class Ring:
         for part, target in zip(x.reshape(-1).split(step), out.view(-1).split(step), strict=True):
             slot = self._slot(queue)
             room = slot[: part.nbytes].view(x.dtype)
-            self._full.append((Copy(queue, room, part), room, target, slot))
+            self._full.append((self._copies.put(queue, room, part), room, target, slot))
             self._num_started += 1
         return functools.partial(self._finished, out, self._num_started)
 

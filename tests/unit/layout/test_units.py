@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zfun as zf
@@ -88,11 +88,22 @@ def test_a_unit_is_the_shortest_prefix_with_an_equal_beside(expected: list[list[
     assert buckets_of([20 * MIB] * len(paths), paths) == expected
 
 
+def test_a_unit_larger_than_the_bound_gives_way_to_the_units_in_it() -> None:
+    paths = [f"{model}.h.{block}.{leaf}" for model in "01" for block in "01" for leaf in "vw"]
+    by_model, by_block = [paths[:4], paths[4:]], [paths[i : i + 2] for i in (0, 2, 4, 6)]
+    assert buckets_of([20 * MIB] * 8, paths) == by_model
+    assert buckets_of([20 * MIB] * 8, paths, 79 * 2**20) == by_block
+    # A model of the two is larger than the bound, and its blocks too: leaf by leaf.
+    assert buckets_of([20 * MIB] * 8, paths, 39 * 2**20) == [[path] for path in paths]
+
+
 @settings(max_examples=examples(200))
 @given(
     st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), min_size=1, max_size=6),
     st.sampled_from([None, 1, 10, 26, 40, 120]),
 )
+@example([[30, 10], [10]], 26)
+@example([[90, 1], [1]], 40)
 def test_no_bucket_cuts_a_unit_that_the_bound_allows(
     sizes: list[list[int]], bound: int | None
 ) -> None:

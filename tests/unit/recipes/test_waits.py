@@ -192,6 +192,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeGroup]:
     monkeypatch.setattr(_nccl, "_device_of_rank", lambda: DEVICE)
     monkeypatch.setattr(NativeGroup, "_issue", _issue)
     monkeypatch.setattr(NativeGroup, "_gather_over_host", _gather_over_host)
+    monkeypatch.setattr(NativeGroup, "_connect_hosts", lambda self: None)
     for module in (_norm, _ravel, _steps):
         monkeypatch.setattr(
             module, "triton_for", lambda x: _Kernels if isinstance(x, OnDevice) else None

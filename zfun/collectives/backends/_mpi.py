@@ -52,9 +52,11 @@ def load_mpi() -> Any:
 def runs_over_mpi(rank: int, size: int) -> bool:
     """Whether MPI numbers the ranks as the environment does.
 
-    It does not where the launcher belongs to another MPI than the library.
+    It does not where the launcher belongs to another MPI than the library, nor in the children of
+    torchrun and of :func:`launch`, which inherit the variables of a launcher above them.
     """
-    mpi = load_mpi()
+    # MPI starts when it is imported.
+    mpi = None if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else load_mpi()
     world = None if mpi is None else mpi.COMM_WORLD
     return world is not None and (world.Get_rank(), world.Get_size()) == (rank, size)
 

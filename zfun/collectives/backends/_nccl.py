@@ -13,9 +13,10 @@ an all-to-all with empty messages.
 
 A gather of small values that lie on the host, such as the words by which ranks find out that one
 left a schedule, goes over gloo, beside the communicators. On the device it would cost a copy there
-and back, and the host would wait for all work before it. The first one does take that way, because
-the watchdog watches over it, and not over the ranks that connect afterwards. The other control
-values, such as a loss, lie on the device and stay there.
+and back, and the host would wait for all work before it. The first one does take that way, and the
+ranks connect when they have its values: then all ranks are there, and the watchdog, which does not
+watch over connections, has watched over the gather. The other control values, such as a loss, lie
+on the device and stay there.
 
 [Note: lost ranks on a device]
 
@@ -234,22 +235,29 @@ class NativeGroup(ProcessGroup):
                     self._follow(call, text, index)
                 if isinstance(call.op, Reduce) and call.op.root != self.rank:
                     received.zero_()
-                if out is not None:
-                    return out if out.device == received.device else out.copy_(received)
                 # The work handle kept the input alive until here, where the current stream has
                 # waited for the stream of the collective.
-                return received if sent.device == x.device else received.to(x.device)
+                if out is None:
+                    result = received if sent.device == x.device else received.to(x.device)
+                else:
+                    result = out if out.device == received.device else out.copy_(received)
+                if is_of_host:
+                    self._connect_hosts()
+                return result
 
         return Work(wait)
 
     def _gather_over_host(self, x: Tensor, out: Tensor) -> Any:
         """Start a gather of values of the host. See [Note: control values]."""
-        if self._host is None:
-            store, limit = dist.PrefixStore("host", self._store), timedelta(seconds=self._timeout_s)
-            self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        self._connect_hosts()
         host: Any = self._host
         # Bytes, because gloo does not know every dtype.
         return host._allgather_base(out.view(torch.uint8), x.view(torch.uint8))
+
+    def _connect_hosts(self) -> None:
+        if self._host is None:
+            store, limit = dist.PrefixStore("host", self._store), timedelta(seconds=self._timeout_s)
+            self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
 
     def _follow(self, call: Collective, text: str, index: int) -> None:
         if self._marks is None or _is_capturing():

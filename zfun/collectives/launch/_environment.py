@@ -57,10 +57,12 @@ def launched() -> bool:
 
 
 def _fill() -> bool:
-    names = next((each for each in _LAUNCHERS if {*each[:2]} <= {*os.environ}), None)
+    names = _names()
     if names is None:
         return False
     rank, size = number(names.rank), number(names.size)
+    if size == 1:
+        return False
     local_size = _local_size(os.environ.get(names.local_size, ""), size)
     found = {
         "RANK": rank,
@@ -70,12 +72,28 @@ def _fill() -> bool:
     }
     for name, value in found.items():
         os.environ.setdefault(name, str(value))
-    if size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= {*os.environ}:
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= {*os.environ}:
         host, port = _meeting_place(rank, size, local_size)
         if host:
             os.environ.setdefault("MASTER_ADDR", host)
             os.environ.setdefault("MASTER_PORT", str(port))
     return True
+
+
+def _names() -> _Names | None:
+    """Return the names of the launcher that started this process."""
+    found = [each for each in _LAUNCHERS if {*each[:2]} <= {*os.environ}]
+    # Slurm sets the first two names of PMI beside all of its own.
+    same = (
+        each
+        for each in found
+        if {*each} <= {*os.environ} and all(map(_is_equal, each[:2], found[0][:2]))
+    )
+    return next(same, found[0] if found else None)
+
+
+def _is_equal(one: str, other: str) -> bool:
+    return os.environ[one] == os.environ[other]
 
 
 def _local_size(text: str, size: int) -> int:

@@ -80,7 +80,7 @@ def process_group(
 
     Args:
         group: a torch process group or a mesh; None means all ranks, and initialises
-            ``torch.distributed`` from the launcher's environment if necessary.
+            ``torch.distributed`` from the launcher's environment if necessary, except over MPI.
         axis: the axis of the mesh, needed if the mesh has several.
         timeout_s: how long a collective may take, in seconds.
         shared_memory: whether CPU ranks exchange data through shared memory. None: on each host

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zfun.collectives import Group, process_group, single_group
+from zfun.collectives.launch._environment import launched
 from zfun.options import GROUP
 
 
@@ -33,7 +34,7 @@ def init_distributed(
 
     Args:
         dist_backend: ``"nccl"`` or ``"gloo"``; by default nccl where a CUDA device is present.
-        auto_mpi_discovery: accepted and not used; torchrun sets the variables of the environment.
+        auto_mpi_discovery: accepted and not used; ranks of ``mpirun`` and ``srun`` are found.
         distributed_port: accepted and not used; the launcher names the port.
         verbose: accepted and not used.
         timeout: how long a collective may take.
@@ -55,7 +56,7 @@ def init_distributed(
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size, **options
         )
-    elif "RANK" in os.environ:
+    elif launched():
         dist.init_process_group(backend, **options)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
@@ -75,7 +76,7 @@ def tell_accelerate(backend: str) -> None:
 
 def init_from_launcher() -> None:
     """Initialise ``torch.distributed`` where a launcher has started this process."""
-    if "RANK" in os.environ:
+    if launched():
         init_distributed()
 
 

@@ -158,12 +158,16 @@ def _buckets(r: _Reading, v: Values) -> _Fields:
     names += ["allgather_bucket_size"] if v[f"{_Z}.stage"] in (1, 2) else []
     bounds = {name: max(1, v[f"{_Z}.{name}"] * _itemsize(v)) for name in names}
     size = min(DEFAULT_BUCKET_BYTES, *bounds.values())
+    live = v[f"{_Z}.stage3_max_live_parameters"] if v[f"{_Z}.stage"] == 3 else 0
+    if live:
+        # The bucket in use and the one gathered ahead must fit.
+        size = min(size, max(1, live * _itemsize(v) // 2))
     for name, bound in bounds.items():
         why = "the other bound is lower"
         if size == bound:
             why = f"{v[f'{_Z}.{name}']} elements"
         elif size == DEFAULT_BUCKET_BYTES:
-            why = "zfun's default, below this bound; smaller buckets overlap better"
+            why = "zfun's default, below this bound"
         r.notes[f"{_Z}.{name}"] = Note(f"zf.zero(bucket_bytes={size})", why)
     return {"bucket_bytes": size}
 
@@ -278,9 +282,9 @@ def _gathers(r: _Reading, v: Values) -> _Fields:
     ahead, live = v[f"{_Z}.stage3_prefetch_bucket_size"], v[f"{_Z}.stage3_max_live_parameters"]
     bucket_bytes = r.done["bucket_bytes"]
     prefetch = max(1, ahead * _itemsize(v) // bucket_bytes) if ahead and live else 0
+    why = f"{ahead} elements in buckets of at most {bucket_bytes} bytes"
     r.notes[f"{_Z}.stage3_prefetch_bucket_size"] = Note(
-        f"zf.ScheduleOptions(prefetch={prefetch})",
-        f"{ahead} elements in buckets of {bucket_bytes} bytes" if prefetch else "no prefetch",
+        f"zf.ScheduleOptions(prefetch={prefetch})", why if prefetch else "no prefetch"
     )
     if not live:
         why = "in DeepSpeed 0 only stops prefetching"

@@ -193,7 +193,8 @@ def zero_volume(
 
     A reduce-scatter and an all-gather send Ψ (N-1)/N elements each, an all-reduce twice as many.
     At stage 3, a step of :func:`zfun.zero` sends less by the last buckets of forward, which stay
-    gathered for backward, unless ``ScheduleOptions(reuse_distance=0)``.
+    gathered for backward, unless ``ScheduleOptions(reuse_distance=0)``; with that, a bucket that a
+    pass uses twice is gathered twice.
 
     Args:
         num_params: Ψ, the number of parameters, padding included.

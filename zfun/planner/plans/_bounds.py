@@ -161,7 +161,7 @@ class Bounds:
             kept["optimizer"] if "optimizer" in choice.offloaded else 0,
             k * loss.touched,
             k * loss.num_ops,
-            sum(isinstance(leaf, Tensor) for leaf in tree.leaves(self._model.params)),
+            len(self._once(self._layout_of, 1, 1, choice.precision).leaves),
         )
         on_disk = stored if choice.on_disk else 0
         return work, device + held, stored - on_disk, on_disk
@@ -194,7 +194,7 @@ class Bounds:
 
     def _state_of(self, precision: Any) -> _OfState:
         model, one = self._model, abstract_group(1)
-        # One rank and one bucket have the least padding.
+        # One rank has no padding between the shards; that of its buckets is left out.
         choice = Candidate(1, precision=precision, bucket_bytes=2**60)
         make = lambda group: Still(choice.of(model, group).init)
         found = plan(make, model.params, model.batch, one, steps=1, device="meta")

@@ -141,7 +141,7 @@ class Candidate(NamedTuple):
 
     @property
     def closes_at(self) -> int:
-        """The bytes at which a bucket closes."""
+        """The most bytes of a bucket."""
         return min(self.bucket_bytes, _LEAN_BYTES) if self.lean else self.bucket_bytes
 
     @property

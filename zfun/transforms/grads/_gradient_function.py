@@ -199,7 +199,7 @@ class GradientFunction(ZfunGradient):
         """Check that all ranks pull this call, send the weight, and return the factor."""
         summed = Work.done(torch.zeros(1))
         if weight is not None:
-            weight = scalar_on(call.layout.device, weight, torch.float64)
+            weight = scalar_on(call.layout.device, weight, torch.float64).reshape(())
         if not start_backward(call.group, number, begins):
             call.executor.diverge()
         if weight is not None:

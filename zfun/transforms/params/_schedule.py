@@ -11,8 +11,9 @@ A use stands for all operations on a bucket until another bucket is used. A use 
 use begins, or earlier in backward when the bucket's gradients are complete.
 
 After the last gather of forward, forward gathers ahead for backward, because ranks wait for each
-other at the end of forward and would wait for a gather there too. Buckets in use in
-forward are released as usual, and regathered for backward.
+other at the end of forward and would wait for a gather there too. The last buckets
+of forward stay, because backward begins with them; the others are released, and regathered for
+backward.
 
 Where shards lie in a store, each gather has a *read* before, which starts to bring this rank's
 shard from the store. The read of a gather follows the gather ``read_ahead`` places before, so the

@@ -63,14 +63,15 @@ _STAGES = (
 
 _STAGE_3 = (
     mapped("stage3_prefetch_bucket_size", 50_000_000, "zf.ScheduleOptions(prefetch=)", count(),
-        "elements become buckets, at least one; 0 is none", _of_hidden(lambda h: int(0.9 * h * h),
-        "int(0.9 · hidden_size²)")),
+        "elements become buckets of `bucket_bytes`, at least one; 0 is none",
+        _of_hidden(lambda h: int(0.9 * h * h), "int(0.9 · hidden_size²)")),
     mapped("stage3_param_persistence_threshold", 100_000, "zf.ScheduleOptions(persistence=)",
         count(), fill=_of_hidden(lambda h: 10 * h, "10 · hidden_size")),
     mapped("stage3_model_persistence_threshold", None, "zf.ScheduleOptions(max_persistent=)",
         optional(count())),
     mapped("stage3_max_live_parameters", _BILLION, "zf.ScheduleOptions(max_live=)", count(),
-        "a hard bound in zfun; DeepSpeed's bound only stops prefetching, so 0 becomes prefetch=0"),
+        "a hard bound in zfun, which has room for two buckets; DeepSpeed's bound only stops"
+        " prefetching, so 0 becomes prefetch=0"),
     mapped("stage3_max_reuse_distance", _BILLION, "zf.ScheduleOptions(reuse_distance=)", count()),
     ignored("stage3_gather_16bit_weights_on_model_save", False,
         "params(state) of zf.zero always gathers the whole tree"),
