@@ -153,3 +153,10 @@ def test_a_raised_error_ends_a_wait() -> None:
             assert "rank 2 raised ValueError: not finite" in str(watchdog.explain(2, "it", "x"))
     for watchdog in watchdogs:
         watchdog.close()
+
+
+def test_a_group_of_one_rank_has_nobody_to_ask() -> None:
+    (watchdog,) = _watchdogs(_CountingStore(), 1, patience_s=0.0)
+    with _all_wait([watchdog], ["all_reduce 'a'"]):
+        watchdog._look()
+    watchdog.close()

@@ -60,6 +60,9 @@ def test_a_copy_of_a_donated_state_raises() -> None:
         z.step(state, batches[0])
         with pytest.raises(DonatedStateError, match="taken over by step 1"):
             copy.deepcopy(state)
+        with pytest.raises(DonatedStateError) as caught:
+            z.step(state=state, batch=batches[0])
+        assert caught.value.step == state.step
 
     zf.simulate(2, main)
 

@@ -29,9 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfun as zf
 from zfun import ops
 from zfun.collectives import AllGather, AllReduce, ReduceScatter
+from zfun.collectives._values import gather_values
 from zfun.collectives.backends import _nccl
 from zfun.collectives.backends._nccl import NativeGroup
 from zfun.ops import _norm, _ravel, _steps
+from zfun.reductions import mean_metrics
 
 ROOT = Path(zf.__file__).parent
 # Autograd runs the backward of this device on the calling thread, and torch has no kernels for it.
@@ -275,3 +277,39 @@ def test_the_host_waits_once_in_a_step(group: NativeGroup, stage: int) -> None:
     """For the norm and the numbers of unused leaves, which decide whether to take the step."""
     waits = {form: _waits(group, stage, **options) for form, options in FORMS.items()}
     assert waits == dict.fromkeys(FORMS, 1)
+
+
+@pytest.fixture
+def ways(group: NativeGroup, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The way of each gather over the hosts, and the connections."""
+    noted: list[str] = []
+
+    def gather(group: Any, x: Tensor, out: Tensor) -> _Complete:
+        noted.append("over the hosts")
+        return _gather_over_host(group, x, out)
+
+    monkeypatch.setattr(NativeGroup, "_gather_over_host", gather)
+    monkeypatch.setattr(NativeGroup, "_connect_hosts", lambda group: noted.append("connected"))
+    return noted
+
+
+def test_ranks_connect_over_the_hosts_when_all_have_gathered(
+    group: NativeGroup, ways: list[str]
+) -> None:
+    with Waits():
+        for _ in range(2):
+            gather_values(torch.ones(2), group, "words")
+    assert ways == ["connected", "over the hosts", "connected"]
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
+def test_metrics_go_one_way_whatever_a_rank_passes(
+    group: NativeGroup, ways: list[str], value: Any
+) -> None:
+    with Waits():
+        gather_values(torch.ones(2), group, "words")
+        ways.clear()
+        value = value.to(DEVICE) if isinstance(value, Tensor) else value
+        found = mean_metrics([({"accuracy": value}, 3)], group)["accuracy"]
+        assert float(found) == 0.5
+    assert ways == ["over the hosts", "connected"]

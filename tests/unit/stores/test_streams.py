@@ -89,6 +89,17 @@ def test_a_few_copies_to_the_host_hold_memory_of_the_device(events: Events) -> N
     assert_same_bits([handle.get(CPU).wait() for handle in handles], expected)
 
 
+def test_a_flush_gives_the_memory_of_the_device_back(events: Events) -> None:
+    x = torch.arange(3.0)
+    handle = zf.stores.host().put(x, "params")
+    handle.flush()
+    assert events.log == ["start", "device"]
+    x.zero_()
+    handle.flush()
+    assert handle.get(CPU).wait().tolist() == [0.0, 1.0, 2.0]
+    assert events.log == ["start", "device", "start", "device"]
+
+
 def test_a_copy_that_nobody_waits_for_holds_its_target(events: Events) -> None:
     """Backward drops the handles of a graph that is dropped."""
     store = zf.stores.host()

@@ -82,6 +82,20 @@ def test_bytes_of_a_step_follow_the_formula(
             assert (step["params"], step["grads"]) == (params * once, grads * once)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 400])
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_by_default_all_ranks_send_as_much_in_every_step(loss_fn: Any, bucket_bytes: int) -> None:
+    schedule = zf.ScheduleOptions()
+    found = zf.simulate(3, sent_by_step, 3, loss_fn, 4, bucket_bytes, schedule=schedule)
+    for psi, (first, *steps) in found:
+        once = psi * 2 // 3
+        assert first["params"] <= 2 * once
+        for step in steps:
+            assert step == steps[0] == found[0][1][1]
+            assert once <= step["params"] <= 2 * once
+            assert step["grads"] == once
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 512, 2**24])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_the_last_buckets_of_forward_stay_for_backward(prefetch: int, bucket_bytes: int) -> None:

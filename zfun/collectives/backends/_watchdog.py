@@ -218,7 +218,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
-            if self._peers and self._verdict is None and self._longest_s() > self._patience_s:
+            if self._verdict is None and self._longest_s() > self._patience_s:
                 with self._looking:
                     self._look()
 
@@ -230,7 +230,7 @@ class Watchdog:
 
     def _look(self) -> None:
         verdict = None
-        if not self._store_silent:
+        if self._peers and not self._store_silent:
             try:
                 verdict = self._read_board()
             except RuntimeError:
