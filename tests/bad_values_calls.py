@@ -730,6 +730,7 @@ case(
     touch=("half", "10**30", "infinity"),
     op_s=FROM_0,
     message_s=FROM_0,
+    leaf_s=FROM_0,
     step_s=FROM_0,
     least_flops_per_s=("half", "10**30", "infinity"),
 )

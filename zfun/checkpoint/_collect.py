@@ -34,8 +34,7 @@ from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.placement import P, R
 from zfun.sources import Deferred
-from zfun.stores import Stored
-from zfun.stores._streams import Ring, hosted
+from zfun.stores import Ring, Stored, hosted
 
 # A tensor that all ranks hold is written by one of them, or in parts from this length on.
 _SPLIT_BYTES = 1 << 20

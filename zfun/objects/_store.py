@@ -83,10 +83,10 @@ class Objects(Files):
 
     Example:
         >>> files = Objects("memory://bucket")
-        >>> files.create("memory://bucket/run/a", b"bytes")
-        >>> files.names("memory://bucket/run"), files.get("memory://bucket/run/a")
+        >>> files.create("memory://bucket/example/a", b"bytes")
+        >>> files.names("memory://bucket/example"), files.get("memory://bucket/example/a")
         (['a'], b'bytes')
-        >>> files.remove_all("memory://bucket/run")
+        >>> files.remove_all("memory://bucket/example")
     """
 
     is_disk = False

@@ -58,11 +58,18 @@ def test_a_dual_that_is_not_the_transpose_is_found() -> None:
 
 
 def test_traffic_and_memory_have_limits() -> None:
-    def make(group: zf.Group) -> Zero:
+    def by_default(group: zf.Group) -> Zero:
         return zf.zero(3, models.mlp_loss, optim.adamw(0.05), group)
+
+    def make(group: zf.Group) -> Zero:
+        schedule = zf.ScheduleOptions(reuse_distance=0)
+        return zf.zero(3, models.mlp_loss, optim.adamw(0.05), group, schedule=schedule)
 
     sent = assert_traffic(make, models.mlp(), BATCHES, at_most=3)
     assert sent == {"params": 2.0, "grads": 1.0}
+    # The only bucket stays for backward.
+    sent = assert_traffic(by_default, models.mlp(), BATCHES, at_most=2)
+    assert sent == {"params": 1.0, "grads": 1.0}
     with pytest.raises(AssertionError, match=r"may send 2 Ψ .* sent 2 of params, 1 of grads"):
         assert_traffic(make, models.mlp(), BATCHES, at_most=2)
     live = assert_memory(make, models.mlp(), BATCHES[0][0], size=2, at_most=10**9)

@@ -32,8 +32,7 @@ from zfun.collectives import (
     is_checked,
 )
 from zfun.errors import SpecMismatch
-from zfun.stores import Store, Stored
-from zfun.stores._streams import has_queues
+from zfun.stores import Store, Stored, has_queues
 from zfun.transforms.remat._vectors import VectorForm, form_of, tensor_of, vector_of
 
 # How many tensors are read from a store before backward needs the tensors.
