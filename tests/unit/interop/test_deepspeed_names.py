@@ -232,6 +232,19 @@ def test_schedules_write_the_rates_of_the_configuration() -> None:
         schedules.WarmupLR(optimizer, warmup_num_stpes=3)
 
 
+def test_a_group_that_is_added_later_keeps_its_own_rate() -> None:
+    optimizer = torch.optim.AdamW(net().parameters(), lr=0.5)
+    rise = deepspeed.lr_schedules.WarmupLR(optimizer, 0.0, 0.5, 4, "linear")
+    added = {"params": [nn.Parameter(torch.ones(2))], "lr": 0.25}
+    optimizer.add_param_group(added)
+    for _ in range(3):
+        rise.step()
+    assert rise.get_lr() == [0.25, 0.25]
+    added["lr"] = 0.125
+    rise.step()
+    assert rise.get_lr() == [0.375, 0.125]
+
+
 @pytest.mark.shows(
     "`zero.Init`", "right", "values, ties and buffers of a whole model, and values of rank 0"
 )
