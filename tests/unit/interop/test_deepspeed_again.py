@@ -292,3 +292,28 @@ def test_a_schedule_changes_the_own_rates_and_numbers_of_muon() -> None:
         assert len(set(rates)) > 3
         for name, value in expected(rates).items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_has_the_numbers_of_the_groups(stage: int, tmp_path: Path) -> None:
+    changed = {"lr": 0.03, "weight_decay": 0.5, "betas": (0.5, 0.6)}
+
+    def main(group: zf.Group) -> None:
+        engine, other = made(group, stage, net()), made(group, stage, net(1))
+        trained(engine, group, 0, 1)
+        engine.optimizer.param_groups[0].update(changed, initial_lr=torch.tensor(0.25))
+        engine.save_checkpoint(tmp_path)
+        assert other.load_checkpoint(tmp_path)[1] == {}
+        found = other.optimizer.param_groups[0]
+        assert {name: found[name] for name in changed} == changed
+        assert torch.equal(found["initial_lr"], torch.tensor(0.25))
+        assert len(found["params"]) == len(list(other.module.parameters()))
+        expected = trained(engine, group, 1, 2)
+        assert trained(other, group, 1, 2) == expected
+        torch.testing.assert_close(weights(other), weights(engine), rtol=0, atol=0)
+        # Earlier files have rates only.
+        zf.checkpoint.save(tmp_path / "early", engine._core.state, data={"lr": [0.125]})
+        other.load_checkpoint(tmp_path, "early")
+        assert {name: found[name] for name in changed} == {**changed, "lr": 0.125}
+
+    zf.simulate(2, main)
