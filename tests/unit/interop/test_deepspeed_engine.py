@@ -664,6 +664,36 @@ def test_single_parameters_have_values_gradients_and_moments(stage: int) -> None
         utils.safe_set_full_grad(lone, torch.ones(1, 1))
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_read_is_still_the_one_of_the_step(stage: int) -> None:
+    def main(group: zf.Group, is_read: bool) -> dict[str, Tensor]:
+        engine = made(group, stage, gradient_accumulation_steps=1)
+        scale, weight = engine.module.scale, engine.module.first.weight
+        for first in (0, 2):
+            for micro in (first, first + 1):
+                x, y = batch(micro, group.rank, group.size)
+                engine.backward(error(engine(x), y))
+                before = utils.safe_get_full_grad(weight)
+                if is_read:
+                    assert weight.grad is not None
+                    torch.testing.assert_close(weight.grad, before, rtol=0, atol=0)
+                    with pytest.raises(OptionError, match=r"a read of \.grad"):
+                        utils.safe_get_local_grad(weight)
+                torch.testing.assert_close(utils.safe_get_full_grad(weight), before, **CLOSE)
+            utils.safe_set_full_grad(scale, torch.full((3,), 2.0))
+            torch.testing.assert_close(utils.safe_get_full_grad(scale), torch.full((3,), 2.0))
+            engine.step()
+            assert utils.safe_get_full_grad(weight) is None
+        return weights(engine)
+
+    for found, expected in zip(
+        zf.simulate(2, partial(main, is_read=True)),
+        zf.simulate(2, partial(main, is_read=False)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_tensors_of_a_call_tell_what_partitioned_parameters_tell() -> None:
     seen: list[Any] = []
 
