@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -548,6 +548,22 @@ def test_the_state_dict_of_the_optimizer_goes_on_bitwise(kind: str) -> None:
 
     for size, stage in ((1, 0), (2, 0), (2, 2), (2, 3)):
         zf.simulate(size, partial(main, stage=stage))
+
+
+def test_methods_that_return_a_value_are_those_of_the_class() -> None:
+    class Own(deepspeed.DeepSpeedEngine):
+        def get_lr(self) -> list[float]:
+            return [2 * rate for rate in super().get_lr()]
+
+    def main(group: zf.Group) -> None:
+        engine, cls = made(group, 2), cast(Any, deepspeed.DeepSpeedEngine)
+        assert cls.get_lr(engine) == engine.get_lr() == [0.1]
+        assert {"get_lr", "fp16_enabled", "optimizer_name", "cur_scale"} <= {*dir(engine)}
+        assert cls.zero_optimization_stage.__name__ == "zero_optimization_stage"
+        engine.__class__ = Own
+        assert (engine.get_lr(), engine.optimizer_name(), engine.cur_scale) == ([0.2], "SGD", 1.0)
+
+    zf.simulate(2, main)
 
 
 def test_an_optimizer_is_torchs_and_steps_its_engine() -> None:
