@@ -186,6 +186,13 @@ def test_a_second_name_of_a_module_hides_no_global_of_another() -> None:
         assert last not in loaded or vars(parent)[last] is imported, name
 
 
+def test_the_utilities_are_those_of_deepspeed_alone() -> None:
+    utils: Any = deepspeed.utils
+    assert callable(utils.safe_get_full_grad)
+    assert utils.z3_leaf_module(nn.Linear(1, 1)) is False
+    assert not {"Engine", "Flat", "S", "stores", "unshard"} & vars(utils).keys()
+
+
 def test_the_nearest_name_is_named() -> None:
     untyped: Any = deepspeed
     with pytest.raises(AttributeError, match=r"did you mean 'initialize'\?"):
