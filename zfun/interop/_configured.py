@@ -105,9 +105,20 @@ def _configured_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
     made = _made(rule.kind, tuple(items))
     if made.name and not made.parts and hasattr(optim, made.name):
         return getattr(optim, made.name), dict(made.options)
-    # An optimizer of several parts, such as Muon beside Adam, whose learning rate alone changes.
-    fixed = ds_config.Rule(rule.kind, options)
-    return lambda lr: rule_for(fixed, lr=lr), {"lr": float(options["lr"])}
+    # An optimizer of several parts, such as Muon beside Adam.
+    own = {name: _number(value) for name, value in options.items() if name != "betas"}
+    own["b1"], own["b2"] = map(_number, options["betas"])
+    return functools.partial(_parts, rule.kind, rule.options["lr"]), own
+
+
+def _parts(kind: str, base: float, /, **options: Any) -> Optimizer:
+    """Make an optimizer of several parts, whose own rates follow ``lr`` from its base."""
+    lr, betas = options["lr"], (options.pop("b1"), options.pop("b2"))
+    if base and lr != base:
+        for name in ("muon_lr", "adam_lr"):
+            if options.get(name) is not None:
+                options[name] = options[name] / base * lr
+    return rule_for(ds_config.Rule(kind, {**options, "betas": betas}))
 
 
 @functools.lru_cache(maxsize=256)

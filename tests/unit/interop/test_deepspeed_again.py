@@ -11,11 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zfun as zf
 import zfun.interop.deepspeed as deepspeed
-from tests.interop.deepspeed_runs import ADAMW, WIDTH, config, net, ranks, trained, weights
+from tests.interop.deepspeed_runs import (
+    ADAMW,
+    WIDTH,
+    batch,
+    config,
+    net,
+    ranks,
+    trained,
+    weights,
+)
 from zfun.errors import CheckpointError, ConfigError, OptionError, PlacementError
 from zfun.interop.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
 
@@ -235,3 +244,76 @@ def test_rank_0_saves_a_model_alone_with_the_weights_of_the_engine(
     torch.manual_seed(0)
     wanted = dict(Saved().state_dict())
     torch.testing.assert_close(dict(torch.load(tmp_path / "weights.pt")), wanted, rtol=0, atol=0)
+
+
+def test_a_schedule_changes_the_own_rates_and_numbers_of_muon() -> None:
+    own = {"lr": 0.05, "muon_lr": 0.025, "adam_lr": 0.0125}
+    cosine = {"total_num_steps": 20, "warmup_num_steps": 2, "warmup_type": "linear"}
+    section = {
+        "optimizer": {"type": "Muon", "params": own},
+        "scheduler": {"type": "WarmupCosineLR", "params": cosine},
+        "gradient_clipping": 0.0,
+        "gradient_accumulation_steps": 1,
+    }
+    steps, changed = 6, {"weight_decay": 0.5, "momentum": 0.5, "betas": (0.5, 0.6)}
+
+    def main(group: zf.Group, stage: int) -> tuple[list[float], Any]:
+        engine = made(group, stage, net(), **section)
+        rates = []
+        for step in range(steps):
+            if step == 3:
+                engine.optimizer.param_groups[0].update(changed)
+            x, y = batch(step, group.rank, group.size)
+            engine.backward((engine(x) - y).square().mean())
+            rates += engine.get_lr()
+            engine.step()
+        return rates, weights(engine)
+
+    def expected(rates: list[float]) -> dict[str, Tensor]:
+        model = net()
+        params = {name: x.detach() for name, x in model.named_parameters()}
+        state: Any = None
+        for step, rate in enumerate(rates):
+            decay, momentum, b1, b2 = (0.5, 0.5, 0.5, 0.6) if step >= 3 else (0.0, 0.95, 0.9, 0.999)
+            rest = zf.optim.adamw(rate / 4, b1=b1, b2=b2, weight_decay=decay)
+            rule = zf.optim.muon(rate / 2, rest, momentum=momentum, weight_decay=decay)
+            state = rule.init(params) if state is None else state
+            x, y = batch(step, 0, 1)
+            model.zero_grad()
+            (model(x) - y).square().mean().backward()
+            grads = {name: x.grad for name, x in model.named_parameters()}
+            params, state = rule.apply(grads, state, params)
+            for name, param in model.named_parameters():
+                param.data = params[name]
+        return params
+
+    for stage in (0, 1, 3):
+        rates, found = zf.simulate(1, partial(main, stage=stage))[0]
+        assert len(set(rates)) > 3
+        for name, value in expected(rates).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_has_the_numbers_of_the_groups(stage: int, tmp_path: Path) -> None:
+    changed = {"lr": 0.03, "weight_decay": 0.5, "betas": (0.5, 0.6)}
+
+    def main(group: zf.Group) -> None:
+        engine, other = made(group, stage, net()), made(group, stage, net(1))
+        trained(engine, group, 0, 1)
+        engine.optimizer.param_groups[0].update(changed, initial_lr=torch.tensor(0.25))
+        engine.save_checkpoint(tmp_path)
+        assert other.load_checkpoint(tmp_path)[1] == {}
+        found = other.optimizer.param_groups[0]
+        assert {name: found[name] for name in changed} == changed
+        assert torch.equal(found["initial_lr"], torch.tensor(0.25))
+        assert len(found["params"]) == len(list(other.module.parameters()))
+        expected = trained(engine, group, 1, 2)
+        assert trained(other, group, 1, 2) == expected
+        torch.testing.assert_close(weights(other), weights(engine), rtol=0, atol=0)
+        # Earlier files have rates only.
+        zf.checkpoint.save(tmp_path / "early", engine._core.state, data={"lr": [0.125]})
+        other.load_checkpoint(tmp_path, "early")
+        assert {name: found[name] for name in changed} == {**changed, "lr": 0.125}
+
+    zf.simulate(2, main)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -550,6 +550,22 @@ def test_the_state_dict_of_the_optimizer_goes_on_bitwise(kind: str) -> None:
         zf.simulate(size, partial(main, stage=stage))
 
 
+def test_methods_that_return_a_value_are_those_of_the_class() -> None:
+    class Own(deepspeed.DeepSpeedEngine):
+        def get_lr(self) -> list[float]:
+            return [2 * rate for rate in super().get_lr()]
+
+    def main(group: zf.Group) -> None:
+        engine, cls = made(group, 2), cast(Any, deepspeed.DeepSpeedEngine)
+        assert cls.get_lr(engine) == engine.get_lr() == [0.1]
+        assert {"get_lr", "fp16_enabled", "optimizer_name", "cur_scale"} <= {*dir(engine)}
+        assert cls.zero_optimization_stage.__name__ == "zero_optimization_stage"
+        engine.__class__ = Own
+        assert (engine.get_lr(), engine.optimizer_name(), engine.cur_scale) == ([0.2], "SGD", 1.0)
+
+    zf.simulate(2, main)
+
+
 def test_an_optimizer_is_torchs_and_steps_its_engine() -> None:
     def main(group: zf.Group, stage: int) -> Any:
         model = net()
@@ -662,6 +678,36 @@ def test_single_parameters_have_values_gradients_and_moments(stage: int) -> None
         utils.safe_set_full_fp32_param(lone, torch.ones(1, 1))
     with pytest.raises(OptionError, match=r"safe_set_full_grad\(\) takes a parameter of an engi"):
         utils.safe_set_full_grad(lone, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_read_is_still_the_one_of_the_step(stage: int) -> None:
+    def main(group: zf.Group, is_read: bool) -> dict[str, Tensor]:
+        engine = made(group, stage, gradient_accumulation_steps=1)
+        scale, weight = engine.module.scale, engine.module.first.weight
+        for first in (0, 2):
+            for micro in (first, first + 1):
+                x, y = batch(micro, group.rank, group.size)
+                engine.backward(error(engine(x), y))
+                before = utils.safe_get_full_grad(weight)
+                if is_read:
+                    assert weight.grad is not None
+                    torch.testing.assert_close(weight.grad, before, rtol=0, atol=0)
+                    with pytest.raises(OptionError, match=r"a read of \.grad"):
+                        utils.safe_get_local_grad(weight)
+                torch.testing.assert_close(utils.safe_get_full_grad(weight), before, **CLOSE)
+            utils.safe_set_full_grad(scale, torch.full((3,), 2.0))
+            torch.testing.assert_close(utils.safe_get_full_grad(scale), torch.full((3,), 2.0))
+            engine.step()
+            assert utils.safe_get_full_grad(weight) is None
+        return weights(engine)
+
+    for found, expected in zip(
+        zf.simulate(2, partial(main, is_read=True)),
+        zf.simulate(2, partial(main, is_read=False)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_tensors_of_a_call_tell_what_partitioned_parameters_tell() -> None:

@@ -186,6 +186,13 @@ def test_a_second_name_of_a_module_hides_no_global_of_another() -> None:
         assert last not in loaded or vars(parent)[last] is imported, name
 
 
+def test_the_utilities_are_those_of_deepspeed_alone() -> None:
+    utils: Any = deepspeed.utils
+    assert callable(utils.safe_get_full_grad)
+    assert utils.z3_leaf_module(nn.Linear(1, 1)) is False
+    assert not {"Engine", "Flat", "S", "stores", "unshard"} & vars(utils).keys()
+
+
 def test_the_nearest_name_is_named() -> None:
     untyped: Any = deepspeed
     with pytest.raises(AttributeError, match=r"did you mean 'initialize'\?"):
@@ -230,6 +237,19 @@ def test_schedules_write_the_rates_of_the_configuration() -> None:
     assert optimizer.param_groups[0]["betas"][1] == 0.99
     with pytest.raises(ConfigError, match="warmup_num_stpes"):
         schedules.WarmupLR(optimizer, warmup_num_stpes=3)
+
+
+def test_a_group_that_is_added_later_keeps_its_own_rate() -> None:
+    optimizer = torch.optim.AdamW(net().parameters(), lr=0.5)
+    rise = deepspeed.lr_schedules.WarmupLR(optimizer, 0.0, 0.5, 4, "linear")
+    added = {"params": [nn.Parameter(torch.ones(2))], "lr": 0.25}
+    optimizer.add_param_group(added)
+    for _ in range(3):
+        rise.step()
+    assert rise.get_lr() == [0.25, 0.25]
+    added["lr"] = 0.125
+    rise.step()
+    assert rise.get_lr() == [0.375, 0.125]
 
 
 @pytest.mark.shows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def _is_dynamic(engine: Any) -> bool:
 
 
 # By attribute.
-_VALUES: Mapping[str, Callable[[Any], Any]] = {
+VALUES: Mapping[str, Callable[[Any], Any]] = {
     "communication_data_type": lambda e: e._settings.recipe.precision.reduce or torch.float32,
     "config": lambda e: e._settings.config,
     "cur_scale": lambda e: e._core.loss_scale,
@@ -115,22 +115,31 @@ _METHODS: Mapping[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_weights": lambda e: e._settings.recipe.stage == 3,
     "zero_optimization_stage": lambda e: e._settings.recipe.stage,
 }
-NAMES = frozenset([*GETTERS, *_SECTIONS, *_TYPES, *_VALUES, *_METHODS])
 
 
-def answer(engine: Any, name: str) -> Any:
-    """Return an attribute or a method of the tables.
+def methods() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Yield the methods by name."""
+    yield from _METHODS.items()
+    for name, path in GETTERS.items():
+        yield name, lambda engine, path=path: engine._settings.values[path]
+    for name, path in _TYPES.items():
+        yield name, lambda engine, path=path: engine._settings.given.get(path)
+    for name, path in _SECTIONS.items():
+        yield name, lambda engine, path=path: _section(engine, path)
 
-    Raises:
-        KeyError: the tables have no such name.
-    """
-    if name in _VALUES:
-        return _VALUES[name](engine)
-    if name in _METHODS:
-        return lambda: _METHODS[name](engine)
-    if name in _TYPES:
-        return lambda: engine._settings.given.get(_TYPES[name])
-    if name in _SECTIONS:
-        return lambda: _section(engine, _SECTIONS[name])
-    path = GETTERS[name]
-    return lambda: engine._settings.values[path]
+
+def write(cls: type) -> None:
+    """Write the methods and the values of the tables into a class."""
+    for name, value in methods():
+        setattr(cls, name, _method(cls, name, value))
+    for name, value in VALUES.items():
+        setattr(cls, name, property(value))
+
+
+def _method(cls: type, name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def method(self: Any) -> Any:
+        return value(self)
+
+    method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    method.__doc__ = "Return the value of DeepSpeed's method of this name."
+    return method

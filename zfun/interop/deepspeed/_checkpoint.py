@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zfun import checkpoint
+from zfun import checkpoint, optim
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
-from zfun.interop.deepspeed._answers import rates_of
 from zfun.interop.deepspeed._phases import Phases
 from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, packed, unpacked
 
@@ -119,7 +118,7 @@ class SavedEngine(Phases):
             **packed(client_state or {}),
             "counters": {counter: getattr(self, counter) for counter in _COUNTERS},
             "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
-            "lr": rates_of(self),
+            "groups": packed(_groups(self.optimizer)),
             "ties": _ties(self.module),
         }
         kept = state._replace(frozen=None) if exclude_frozen_parameters else state
@@ -174,10 +173,13 @@ class SavedEngine(Phases):
         is_whole = load_optimizer_states and not load_module_only and custom_load_fn is None
         if is_whole and self.optimizer is not None:
             kept = state._replace(frozen=None) if left_out else state
-            loaded = checkpoint.load(path, kept).state
+            loaded = checkpoint.load(path, kept, reset=_is_number(state)).state
             self._core.state = loaded._replace(frozen=state.frozen) if left_out else loaded
-            for group, rate in zip(self.optimizer.param_groups, data.get("lr", ()), strict=False):
-                group["lr"] = rate
+            # Earlier checkpoints have the rates only.
+            groups = {str(i): {"lr": rate} for i, rate in enumerate(data.get("lr", ()))}
+            groups |= unpacked(data.get("groups", {}))
+            for index, group in enumerate(self.optimizer.param_groups):
+                group.update(groups.get(str(index), {}))
         else:
             weights = {name: x.load() for name, x in {**found.params, **found.buffers}.items()}
             ties = data.get("ties", {}).items()
@@ -219,6 +221,22 @@ class SavedEngine(Phases):
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _groups(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Return the parameter groups by position, without the parameters."""
+    groups = () if optimizer is None else optimizer.param_groups
+    return {
+        str(index): {name: value for name, value in group.items() if name != "params"}
+        for index, group in enumerate(groups)
+    }
+
+
+def _is_number(state: Any) -> Callable[[str], bool]:
+    """Return whether a leaf of a checkpoint is a number, which each step takes from its group."""
+    names = {name.rpartition(".")[2] for name in optim.hyperparams(state)}
+    leaves = tuple(f".{path}" for path in state.params.layout.paths)
+    return lambda key: key.rpartition(".hyperparams.")[2] in names and not key.endswith(leaves)
 
 
 def _check_is_own(path: Path, converted: Path) -> None:

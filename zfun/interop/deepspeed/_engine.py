@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from zfun.collectives import Group
 from zfun.errors import OptionError
+from zfun.interop.deepspeed import _answers
 from zfun.interop.deepspeed._absent import ABSENT, refusal
-from zfun.interop.deepspeed._answers import NAMES, answer
 from zfun.interop.deepspeed._checkpoint import SavedEngine
 from zfun.interop.deepspeed._core import made
 from zfun.interop.deepspeed._optimizer import EngineOptimizer
@@ -85,10 +85,8 @@ class DeepSpeedEngine(SavedEngine):
         module = self.__dict__["_modules"].get("module")
         if module is None or "_settings" not in self.__dict__:
             raise AttributeError(name)
-        if name in NAMES:
-            return answer(self, name)
         if name in ABSENT["engine"] or not hasattr(module, name):
-            raise refusal("engine", name, dict.fromkeys([*dir(type(self)), *NAMES]))
+            raise refusal("engine", name, dict.fromkeys(dir(type(self))))
         return getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,3 +232,6 @@ class DeepSpeedEngine(SavedEngine):
 
     def empty_partition_cache(self) -> None:
         """Do nothing: no gathered parameter outlives a call."""
+
+
+_answers.write(DeepSpeedEngine)

@@ -49,7 +49,8 @@ class Scheduled:
     def _write(self) -> None:
         """Write the values of the next step into the groups."""
         taken = self.last_batch_iteration + 1
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+        # A group that was added later keeps its own rate.
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate(taken)
             if self._momentum is not None and "betas" in group:
                 group["betas"] = (self._momentum(taken), 0.99)

@@ -19,8 +19,30 @@ from zfun.interop.deepspeed.accelerator import get_accelerator
 from zfun.interop.deepspeed.runtime import RepeatingLoader as RepeatingLoader
 from zfun.interop.deepspeed.utils import groups as groups
 from zfun.interop.deepspeed.utils import zero_to_fp32 as zero_to_fp32
-from zfun.interop.deepspeed.utils._params import *  # noqa: F403
-from zfun.interop.deepspeed.utils.z3_leaf_module import *  # noqa: F403
+from zfun.interop.deepspeed.utils._params import (  # noqa: F401
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+from zfun.interop.deepspeed.utils.z3_leaf_module import (  # noqa: F401
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -75,22 +75,29 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     Returns:
         The mean over the ranks, as the step will take; ``None`` before backward.
     """
-    return None if (part := _grad(param)) is None else part.whole().float() / part.scale
+    part = _shown(param) or _grad(param)
+    return None if part is None else part.whole().float() / part.scale
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the whole gradient of a parameter for the next step, the same on every rank."""
     _needed(param, "safe_set_full_grad", value)
-    _needed_grad(param, "safe_set_full_grad").write(value)
+    (_shown(param) or _needed_grad(param, "safe_set_full_grad")).write(value)
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """Return this rank's elements of the gradient, without the loss scale."""
+    """Return this rank's elements of the gradient, without the loss scale.
+
+    Raises:
+        OptionError: a read of ``.grad`` has made the gradient whole on each rank.
+    """
+    _check_in_parts(param, "safe_get_local_grad")
     return None if (part := _grad(param)) is None else part.local().float() / part.scale
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Set this rank's elements of the gradient for the next step."""
+    _check_in_parts(param, "safe_set_local_grad")
     _needed_grad(param, "safe_set_local_grad").write(value, local=True)
 
 
@@ -163,6 +170,19 @@ class _LeafCopy(NamedTuple):
         write_leaves(self.flat, {self.leaf: value}, local=local)
 
 
+class _ShownGrad(NamedTuple):
+    """A gradient that the engine has moved to ``.grad``, whole, where code has read it."""
+
+    grad: Tensor
+    scale: float
+
+    def whole(self) -> Tensor:
+        return self.grad.clone()
+
+    def write(self, value: Tensor) -> None:
+        self.grad.copy_(value * self.scale)
+
+
 def _of(param: Tensor) -> tuple[Engine, str] | None:
     """Return the engine of a parameter, and its name there."""
     ref, name = getattr(param, "_zfun_engine", (None, ""))
@@ -205,6 +225,23 @@ def _grad(param: Tensor) -> _LeafCopy | None:
     if found is None or (grads := found[0].grads) is None or found[1] not in grads.layout.paths:
         return None
     return _LeafCopy(grads, found[1], found[0].loss_scale)
+
+
+def _shown(param: Tensor) -> _ShownGrad | None:
+    found = _of(param)
+    if found is None or found[1] not in found[0]._shown:
+        return None
+    # Also adds the passes since the last read; every rank has shown the same gradients.
+    grad = param.grad
+    return None if grad is None else _ShownGrad(grad, found[0].loss_scale)
+
+
+def _check_in_parts(param: Tensor, function: str) -> None:
+    if _shown(param) is not None:
+        raise OptionError(
+            f"{function}() takes the elements of one rank; got a gradient that a read of .grad has "
+            f"made whole; call {function.replace('local', 'full')}()"
+        )
 
 
 def _needed_grad(param: Tensor, function: str) -> _LeafCopy:

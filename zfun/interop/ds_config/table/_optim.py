@@ -61,7 +61,7 @@ def _eps(default: float, fill: Fill) -> Key:
 _PAIR = filled("betas", lambda x: (float(x[0]), float(x[1])))
 _EPS = filled("eps")
 _ONE_RULE = "there is one implementation of each rule"
-_OWN_RATE = "by default lr"
+_OWN_RATE = "by default lr; a schedule keeps the ratio to lr"
 
 
 def _if_auto(fill: Fill) -> Fill:
