@@ -28,6 +28,8 @@ from zfun.recipes import Precision
 __all__ = ["Accelerator"]
 
 _FOLDER = "zfun"
+# The attributes of an optimizer that belong to an engine.
+_ATTACHED = ("_zfun_engine", "step", "zero_grad")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,7 +99,8 @@ class Accelerator(accelerate.Accelerator):
         self._zero_options = options
         self._ranks: Group | None = options.pop("group", None)
         self._waiting: list[nn.Module] = []
-        self._engines: list[Engine] = []
+        # Each engine with its optimizer, which free_memory() does not drop.
+        self._engines: dict[Engine, Any] = {}
 
     # Models and optimizers become engines.
 
@@ -143,16 +146,22 @@ class Accelerator(accelerate.Accelerator):
                 continue
             for model in models:
                 if (old := self.engine_of(model)) is not None:
-                    # The loop goes on with another optimizer.
-                    self.forget(old)
+                    # The loop goes on with another optimizer; steps of the old one are refused.
+                    self._close(old)
             self._waiting = [x for x in self._waiting if x not in models]
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-            self._engines.append(self._engine(whole, optimizer))
+            self._engines[self._engine(whole, optimizer)] = optimizer
 
     def forget(self, engine: Engine) -> None:
-        """Let the model of an engine be a plain one. All ranks call."""
+        """Let the model and the optimizer of an engine be plain ones. All ranks call."""
+        optimizer = self._close(engine)
+        detach(optimizer)
+        # The next prepare() brings the optimizer back, with its model.
+        self._optimizers = [x for x in self._optimizers if x is not optimizer]
+
+    def _close(self, engine: Engine) -> Any:
         engine.close()
-        self._engines.remove(engine)
+        return self._engines.pop(engine)
 
     def _engine(self, model: nn.Module, optimizer: Any) -> Engine:
         if self._ranks is None:
@@ -204,7 +213,7 @@ class Accelerator(accelerate.Accelerator):
         loss = loss / self.gradient_accumulation_steps
         kwargs.pop("learning_rate", None)
         if len(self._engines) == 1:
-            self._engines[0].backward(loss, scale=1.0, **kwargs)
+            next(iter(self._engines)).backward(loss, scale=1.0, **kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -294,4 +303,14 @@ def attach(optimizer: Any, engine: Engine) -> None:
 
     # A scheduler that wraps step() looks for its mark.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+    # A scheduler may have wrapped step() before.
+    inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
     inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
+
+
+def detach(optimizer: Any) -> None:
+    """Let the steps of an optimizer be its own again."""
+    inner, own = optimizer.optimizer, optimizer.optimizer._zfun_own
+    for name in (*_ATTACHED, "_zfun_own"):
+        del vars(inner)[name]
+    vars(inner).update(own)
