@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfun import checkpoint
 from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat
 from zfun.interop._named import named
@@ -329,21 +327,6 @@ class Passes(Held):
         """
         self.replace(values, strict=True)
         self._begin()
-
-    def load(self, path: str | Path, **options: Any) -> Any:
-        """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
-
-        Args:
-            path: of :meth:`save` or :func:`zfun.save`.
-            options: of :func:`zfun.load`.
-
-        Returns:
-            The plain values of the caller.
-        """
-        loaded = checkpoint.load(path, self.state, **options)
-        self.state = loaded.state
-        self._begin()
-        return loaded.data
 
 
 class _Taken:
