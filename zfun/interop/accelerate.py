@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from zfun.recipes import Precision
 __all__ = ["Accelerator"]
 
 _FOLDER = "zfun"
+# The attributes of an optimizer that belong to an engine.
+_ATTACHED = ("_zfun_engine", "step", "zero_grad")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,7 +99,10 @@ class Accelerator(accelerate.Accelerator):
         self._zero_options = options
         self._ranks: Group | None = options.pop("group", None)
         self._waiting: list[nn.Module] = []
-        self._engines: list[Engine] = []
+        # Each engine with its optimizer, which free_memory() does not drop.
+        self._engines: dict[Engine, Any] = {}
+        # The bounds that clip_grad_norm_() has set since the last step.
+        self._bounds: dict[Engine, float] = {}
 
     # Models and optimizers become engines.
 
@@ -143,16 +148,22 @@ class Accelerator(accelerate.Accelerator):
                 continue
             for model in models:
                 if (old := self.engine_of(model)) is not None:
-                    # The loop goes on with another optimizer.
-                    self.forget(old)
+                    # The loop goes on with another optimizer; steps of the old one are refused.
+                    self._close(old)
             self._waiting = [x for x in self._waiting if x not in models]
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-            self._engines.append(self._engine(whole, optimizer))
+            self._engines[self._engine(whole, optimizer)] = optimizer
 
     def forget(self, engine: Engine) -> None:
-        """Let the model of an engine be a plain one. All ranks call."""
+        """Let the model and the optimizer of an engine be plain ones. All ranks call."""
+        optimizer = self._close(engine)
+        detach(optimizer)
+        # The next prepare() brings the optimizer back, with its model.
+        self._optimizers = [x for x in self._optimizers if x is not optimizer]
+
+    def _close(self, engine: Engine) -> Any:
         engine.close()
-        self._engines.remove(engine)
+        return self._engines.pop(engine)
 
     def _engine(self, model: nn.Module, optimizer: Any) -> Engine:
         if self._ranks is None:
@@ -181,7 +192,7 @@ class Accelerator(accelerate.Accelerator):
             clip_norm=self.clips_by_default,
             init="broadcast",
         )
-        attach(optimizer, engine)
+        attach(optimizer, engine, self._bounds)
         return engine
 
     def engine_of(self, model: Any = None) -> Engine | None:
@@ -204,7 +215,7 @@ class Accelerator(accelerate.Accelerator):
         loss = loss / self.gradient_accumulation_steps
         kwargs.pop("learning_rate", None)
         if len(self._engines) == 1:
-            self._engines[0].backward(loss, scale=1.0, **kwargs)
+            next(iter(self._engines)).backward(loss, scale=1.0, **kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -216,18 +227,42 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Clip in the next step, and return the norm of the gradient over all ranks."""
-        ids = {id(parameters)} if isinstance(parameters, Tensor) else set(map(id, parameters))
+        """Clip in the next step, and return the norm of the gradient over all ranks.
+
+        Args:
+            parameters: all of a model; the least bound of several calls counts.
+            max_norm: the bound; infinity asks for the norm alone.
+            norm_type: 2.
+
+        Raises:
+            OptionError: a part of the parameters, or those of two models; another ``norm_type``;
+                or a bound in a run without clipping.
+        """
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = set(map(id, chosen))
         for engine in self._engines:
-            if any(id(param) in ids for param in engine.module.parameters()):
+            own = {id(param) for param in engine.module.parameters()}
+            if ids & own:
+                _check_whole(engine, chosen, own)
                 if norm_type != 2:
                     raise OptionError(
                         f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                         "norm_type out"
                     )
-                engine.clip_norm = max_norm if 0 < max_norm < math.inf else UNBOUNDED
+                self._bound(engine, max_norm if 0 < max_norm < math.inf else UNBOUNDED)
                 return engine.norm().float()
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return super().clip_grad_norm_(chosen, max_norm, norm_type)
+
+    def _bound(self, engine: Engine, max_norm: float) -> None:
+        """Bound the norm in the next step."""
+        if engine.clip_norm is not None:
+            before = self._bounds.get(engine, UNBOUNDED)
+            engine.clip_norm = self._bounds[engine] = min(max_norm, before)
+        elif max_norm != UNBOUNDED:
+            raise OptionError(
+                "a run with max_grad_norm=0 clips no gradient; got clip_grad_norm_() with "
+                f"max_norm={max_norm}; pass max_grad_norm={max_norm} to the TrainingArguments"
+            )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refuse, because each rank has a shard of the gradients."""
@@ -274,7 +309,24 @@ class Accelerator(accelerate.Accelerator):
             engine.load(path, rng=False)
 
 
-def attach(optimizer: Any, engine: Engine) -> None:
+def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> None:
+    """Check that parameters to clip are all of a model, and no others."""
+    ids = set(map(id, chosen))
+    rule = "clip_grad_norm_() takes all trained parameters of a model, which have one norm"
+    for name, param in engine.leaves.items():
+        if param.requires_grad and id(param) not in ids:
+            raise OptionError(
+                f"{rule}; got parameters without leaf {name!r}; pass model.parameters(), or those "
+                "of all models of the optimizer"
+            )
+    if others := [tuple(x.shape) for x in chosen if x.requires_grad and id(x) not in own]:
+        raise OptionError(
+            f"{rule}; got one of shape {others[0]} that the model lacks too; clip each model by a "
+            "call of its own, and parameters of a loss with torch.nn.utils.clip_grad_norm_()"
+        )
+
+
+def attach(optimizer: Any, engine: Engine, bounds: dict[Engine, float]) -> None:
     """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine."""
     inner, usual = optimizer.optimizer, engine.clip_norm
 
@@ -282,16 +334,31 @@ def attach(optimizer: Any, engine: Engine) -> None:
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         optimizer._is_overflow = info is not None and info.skipped
-        # A bound of clip_grad_norm_() is for one step.
-        engine.clip_norm = usual
+        unbind()
         return loss
+
+    def unbind() -> None:
+        # A bound of clip_grad_norm_() is for the gradients of one step.
+        engine.clip_norm = usual
+        bounds.pop(engine, None)
 
     def zero_grad(set_to_none: bool = True) -> None:
         engine.zero_grad()
+        unbind()
         for group in inner.param_groups:
             for param in group["params"]:
                 param.grad = None
 
     # A scheduler that wraps step() looks for its mark.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+    # A scheduler may have wrapped step() before.
+    inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
     inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
+
+
+def detach(optimizer: Any) -> None:
+    """Let the steps of an optimizer be its own again."""
+    inner, own = optimizer.optimizer, optimizer.optimizer._zfun_own
+    for name in (*_ATTACHED, "_zfun_own"):
+        del vars(inner)[name]
+    vars(inner).update(own)

@@ -19,6 +19,7 @@ from zfun import optim
 from zfun.errors import PlacementError, ZfunError
 from zfun.interop import Engine
 from zfun.interop.engine import compile_blocks
+from zfun.testing import assert_same_bits
 
 EACH_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 RANKS, WIDTH = 2, 5
@@ -569,6 +570,35 @@ def test_leaves_are_unfrozen_and_groups_are_added(stage: int) -> None:
 
         train(net, optimizer, step)
         assert_trained(engine.state_dict(), plain_net.state_dict(), made().state_dict())
+
+    zf.simulate(RANKS, main)
+
+
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_has_unfrozen_leaves_is_loaded(stage: int, rule: Any, tmp_path: Any) -> None:
+    """Into an engine whose leaves are still frozen, also where no moment tells which are."""
+
+    def main(group: zf.Group) -> None:
+        def start() -> Engine:
+            net = made()
+            net.block.requires_grad_(False)
+            optimizer = rule(net.parameters(), 0.01)
+            return Engine(net, optimizer, zero=stage, group=group)
+
+        def train(engine: Engine, turns: range) -> None:
+            for turn in turns:
+                engine.module.block.requires_grad_(turn > 0)
+                engine.backward(engine(batches(4)[turn][group.rank]).square().mean())
+                engine.step()
+
+        straight, first, second = start(), start(), start()
+        train(straight, range(4))
+        train(first, range(2))
+        first.save(tmp_path)
+        second.load(tmp_path)
+        train(second, range(2, 4))
+        assert_same_bits(second.state_dict(), straight.state_dict())
 
     zf.simulate(RANKS, main)
 

@@ -315,11 +315,15 @@ def test_a_loop_of_accelerate_has_the_numbers_of_accelerate(stage: int) -> None:
     torch.testing.assert_close(others, values, rtol=1e-4, atol=2e-5)
 
 
-def test_a_state_of_accelerate_goes_on(tmp_path: Any) -> None:
+@pytest.mark.parametrize("unfrozen", [None, 1])
+def test_a_state_of_accelerate_goes_on(unfrozen: int | None, tmp_path: Any) -> None:
+    """Also where the first half has unfrozen a leaf, and the model of the second half has not."""
+
     def half(resume: bool, save: bool) -> list[float]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, zero=3)
         model = llama()
+        late = model.model.layers[0].requires_grad_(unfrozen is None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
         if resume:
@@ -327,6 +331,7 @@ def test_a_state_of_accelerate_goes_on(tmp_path: Any) -> None:
         losses = []
         rows = trainers.rows(24)
         for turn in range(3 if resume else 0, 6 if resume or not save else 3):
+            late.requires_grad_(unfrozen is None or turn >= unfrozen)
             batch = torch.utils.data.default_collate(rows[turn * 4 : turn * 4 + 4])
             loss = model(**batch).loss
             accelerator.backward(loss)

@@ -371,6 +371,25 @@ def test_a_second_call_of_train_goes_on_with_the_state(tmp_path: Path) -> None:
     assert_close_histories(ours, theirs)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_gathered_model_trains_on(zero: int, tmp_path: Path) -> None:
+    """In the next call of train() with a new state, and by hand as a plain model."""
+    ours, theirs = both(tmp_path, {"optim": "sgd"}, zero=zero, **tiny())
+    ours.accelerator.free_memory()
+    trained = trainers.whole(ours.gather_model())
+    for trainer in (ours, theirs):
+        trainer.train()
+    assert_close_histories(ours, theirs)
+    torch.testing.assert_close(trainers.whole(ours.gather_model()), trainers.whole(theirs.model))
+    again = trainers.whole(ours.model)
+    ours.model.net[0].weight.square().sum().backward()
+    ours.optimizer.step()
+    ours.optimizer.zero_grad()
+    by_hand = trainers.whole(ours.model)
+    for before, after in ((trained, again), (again, by_hand)):
+        assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
+
+
 class Interrupt(transformers.TrainerCallback):
     """Raises once, between two micro-batches of the first step."""
 

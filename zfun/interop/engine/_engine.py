@@ -19,15 +19,16 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 import zfun.recipes as recipes
-from zfun import optim
+from zfun import checkpoint, optim
 from zfun.collectives import Group, process_group
-from zfun.errors import OptionError, ZfunError
+from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
 from zfun.interop.engine._live import LiveModule, check_free
@@ -279,6 +280,40 @@ class Engine(Passes):
         self._state = carried(self._state, self.recipe.init(values))
         self._calls.reset()
         self._show()
+
+    def load(self, path: str | Path, **options: Any) -> Any:
+        """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
+
+        With an optimizer of torch, leaves that the saved run had unfrozen train on.
+
+        Args:
+            path: of :meth:`save` or :func:`zfun.save`.
+            options: of :func:`zfun.load`.
+
+        Returns:
+            The plain values of the caller.
+        """
+        try:
+            loaded = checkpoint.load(path, self.state, **options)
+        except SpecMismatch:
+            if not self._retain(path, options.get("step")):
+                raise
+            loaded = checkpoint.load(path, self.state, **options)
+        self.state = loaded.state
+        self._begin()
+        return loaded.data
+
+    def _retain(self, path: str | Path, step: int | None) -> bool:
+        """Train what a checkpoint trains; return whether these are other leaves than before."""
+        if self._groups is None:
+            return False
+        manifest = checkpoint.read_manifest(checkpoint.step_path(path, step))
+        keys = [entry.key.partition(".") for entry in manifest.leaves]
+        self._groups.retain(name for part, _, name in keys if part == "params")
+        before = dict(self._groups.labels)
+        self._settle()
+        self._regroup()
+        return self._groups.labels != before
 
     def step(self, *, boundary: bool | None = None) -> StepInfo | None:
         """Update the parameters, if ``accumulate`` calls of backward have been made.

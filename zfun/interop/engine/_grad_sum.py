@@ -35,6 +35,8 @@ class GradSum:
         self._group, self._mesh = group, sum_group(group)
         self._fresh: Flat | None = None
         self._pairs: list[Tensor] = []
+        # result() has multiplied the sum with this; later gradients are too, when they are added.
+        self._factor = 1.0
         # Whether the passes have the default scale, and no weight.
         self._kinds: set[tuple[bool, bool]] = set()
 
@@ -65,7 +67,7 @@ class GradSum:
         if self.is_weighted:
             self._fresh = add_grads(self._fresh, grads)
         else:
-            self.grads = add_grads(self.grads, grads)
+            self.grads = add_grads(self.grads, scale_grads(grads, self._factor))
 
     def count(self, total: Tensor, weight: Any, scale: float) -> None:
         """End a backward pass."""
@@ -76,7 +78,7 @@ class GradSum:
             if len(self._pairs) == 1:
                 self.grads = self._weighted(self.grads, self._pairs[0])
             if self._pairs:
-                fresh = self._weighted(fresh, pair)
+                fresh = scale_grads(self._weighted(fresh, pair), self._factor)
             self.grads = add_grads(self.grads, fresh)
         self._pairs.append(pair)
 
@@ -122,7 +124,10 @@ class GradSum:
         self.grads = add_grads(like, partial)
 
     def result(self, told: Told, accumulate: int) -> tuple[Any, Tensor]:
-        """Return the gradients and the loss of the step; plain losses are averaged."""
+        """Return the gradients and the loss of the step; plain losses are averaged.
+
+        Passes may follow, and another result.
+        """
         is_mean, is_plain = next(iter(self._kinds), (False, True))
         losses = told.pairs[:, 0]
         if is_plain:
@@ -132,4 +137,6 @@ class GradSum:
             weight = float(told.pairs[:, 1].sum()) or 1.0
             loss = losses.sum() / weight
             factor = 1.0 / weight if len(self._pairs) > 1 else 1.0
-        return scale_grads(self.grads, factor), loss
+        self.grads = scale_grads(self.grads, factor / self._factor)
+        self._factor = factor
+        return self.grads, loss

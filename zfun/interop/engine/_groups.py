@@ -78,7 +78,7 @@ class ParamGroups:
         return {self._names[id(p)]: i for i, p in enumerate(params) if id(p) in self._names}
 
     def retain(self, names: Iterable[str]) -> None:
-        """Take parameters of the groups as trained, as in an earlier run, though frozen now."""
+        """Take parameters as trained, as in an earlier run, though frozen now."""
         self._retained |= set(names)
         self._seen = None
 
@@ -101,7 +101,7 @@ class ParamGroups:
                 if name is not None and (param.requires_grad or name in stays):
                     self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
         for name, param in more:
-            if param.requires_grad:
+            if param.requires_grad or name in self._retained:
                 self.labels.setdefault(name, _NO_GROUP)
         return self.labels != before
 

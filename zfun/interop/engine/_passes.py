@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfun import checkpoint
 from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat
 from zfun.interop._named import named
@@ -61,9 +59,11 @@ class Passes(Held):
 
         Raises:
             ZfunError: the loss does not depend on outputs of this engine.
-            OptionError: weights of different kinds in the calls of a step.
+            OptionError: weights of different kinds in the calls of a step; or a pass after
+                :meth:`norm` where gradients come from outside of calls.
         """
         total, weight = loss if isinstance(loss, WeightedMean) else (loss, None)
+        self._reopen()
         self._sum.check(scale, weight)
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ZfunError(
@@ -123,6 +123,7 @@ class Passes(Held):
             )
         if _running() is None and self._last_pass != torch._C._current_graph_task_id():
             self._last_pass = torch._C._current_graph_task_id()
+            self._reopen()
             self._sum.check(1.0, None)
             self._sum.begin(weighted=False)
             device = self._state.params.layout.device
@@ -173,10 +174,21 @@ class Passes(Held):
             self._ready = grads, loss, told
         return self._ready
 
+    def _reopen(self) -> None:
+        """Let a backward pass follow after :meth:`norm`."""
+        if self._ready is not None and self._ready[2].flags[0]:
+            raise OptionError(
+                "norm() ends the passes of a step whose gradients come from outside of calls too; "
+                "got a backward pass after norm(); call it once, after the last backward pass of "
+                "the step, or compute the loss in engine.run()"
+            )
+        self._ready = None
+
     def norm(self) -> Tensor:
         """Return the norm of the gradient that the next step takes, before clipping.
 
-        No backward pass may follow before the step. Every rank must call.
+        Before the last backward pass of a step this is the norm of the passes so far. Every rank
+        must call.
         """
         self._settle()
         grads, _, _ = self._collected()
@@ -213,8 +225,8 @@ class Passes(Held):
         """Move the gradients since the last step to ``.grad``, whole; every rank must call.
 
         A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
-        ``.grad`` then, so code may scale, clip or drop it; the step itself divides by
-        ``accumulate``. Gradients of weighted means stay where they are.
+        ``.grad`` then, so code may scale, clip or drop it. Gradients are divided by ``accumulate``
+        already, and those of later passes will be. Gradients of weighted means stay where they are.
 
         Args:
             name: of the parameter whose gradient is read.
@@ -315,21 +327,6 @@ class Passes(Held):
         """
         self.replace(values, strict=True)
         self._begin()
-
-    def load(self, path: str | Path, **options: Any) -> Any:
-        """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
-
-        Args:
-            path: of :meth:`save` or :func:`zfun.save`.
-            options: of :func:`zfun.load`.
-
-        Returns:
-            The plain values of the caller.
-        """
-        loaded = checkpoint.load(path, self.state, **options)
-        self.state = loaded.state
-        self._begin()
-        return loaded.data
 
 
 class _Taken:
