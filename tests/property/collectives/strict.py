@@ -17,7 +17,7 @@ from zfun.collectives._group import Wrapper
 
 @dataclass
 class _Rank:
-    """What the groups of one rank share.
+    """The collectives under way on one rank, which all of its groups share.
 
     Attributes:
         num_pending: collectives that nobody has waited for.
