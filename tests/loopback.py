@@ -1,7 +1,7 @@
 """Bytes on the wire as the system counts them on the loopback interface, which gloo ranks use.
 
 A separate network namespace has no other traffic. As a program, this module prints the bytes that a
-step of each stage sends, as JSON:
+step of each stage sends, as JSON, without buckets that stay for backward and with them:
 
     unshare --map-root-user --net python -m tests.loopback
 """
@@ -66,7 +66,7 @@ def idle_bytes_per_s(seconds: float = 0.5) -> float:
 _held: dict[str, Any] = {}
 
 
-def begin(group: zf.Group, stage: int) -> None:
+def begin(group: zf.Group, stage: int, reuse_distance: int | None) -> None:
     """Make the state of a stage and take the first step, which also sends the order of use."""
 
     def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,8 @@ def begin(group: zf.Group, stage: int) -> None:
     params = {
         name: torch.randn(shape, generator=generator) * 0.05 for name, shape in PARAMS.items()
     }
-    z = zf.zero(stage, loss_fn, optim.adamw(1e-3), group, bucket_bytes=2**20)
+    schedule = zf.ScheduleOptions(reuse_distance=reuse_distance)
+    z = zf.zero(stage, loss_fn, optim.adamw(1e-3), group, bucket_bytes=2**20, schedule=schedule)
     _held["step"], _held["state"] = z.step, z.init(params)
     take(group, 1)
 
@@ -90,14 +91,18 @@ def take(group: zf.Group, steps: int) -> None:
         )
 
 
-def per_step() -> Iterator[tuple[int, float]]:
+def per_step() -> Iterator[tuple[str, float]]:
     """Yield (stage, bytes of a step of all ranks / bytes of all parameters)."""
     size = 4 * sum(a * b for a, b in PARAMS.values())
     with Workers(2, timeout_s=120.0, shared_memory=False) as workers:
-        for stage in (0, 1, 2, 3):
-            workers.run(begin, stage)
+        cases: dict[str, tuple[int, int | None]] = {
+            str(stage): (stage, None) for stage in (0, 1, 2)
+        }
+        cases |= {"3": (3, 0), "3, default": (3, None)}
+        for name, (stage, reuse_distance) in cases.items():
+            workers.run(begin, stage, reuse_distance)
             # The median of several turns, because a stalled machine makes the system send twice.
-            yield stage, statistics.median(_sent(workers) for _ in range(TURNS)) / STEPS / size
+            yield name, statistics.median(_sent(workers) for _ in range(TURNS)) / STEPS / size
 
 
 def _sent(workers: Workers) -> int:

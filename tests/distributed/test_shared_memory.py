@@ -705,7 +705,7 @@ def test_another_optimizer_may_take_over_whole_parameters(two: Workers, stage: i
     assert two.run(_changes_optimizer, stage) == simulate(2, _changes_optimizer, stage)
 
 
-def _resident_steps(group: Group) -> tuple[list[int], list[int]]:
+def _resident_steps(group: Group, reuse_distance: int | None) -> tuple[list[int], list[int]]:
     """Return the shared memory that is mapped in the last step, by layer, and after each step."""
     layers: list[int] = []
     steps: list[int] = []
@@ -717,7 +717,8 @@ def _resident_steps(group: Group) -> tuple[list[int], list[int]]:
             layers.append(_shared_bytes())
         return x.square().mean()
 
-    z = zf.zero(3, loss, zf.optim.adamw(0.1), group, bucket_bytes=3 << 20)
+    schedule = zf.ScheduleOptions(reuse_distance=reuse_distance)
+    z = zf.zero(3, loss, zf.optim.adamw(0.1), group, bucket_bytes=3 << 20, schedule=schedule)
     state = z.init([torch.eye(512) for _ in range(16)])
     for _ in range(8):
         state, _ = z.step(state, torch.ones(4, 512))
@@ -726,10 +727,13 @@ def _resident_steps(group: Group) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.slow
-def test_a_loss_maps_only_the_buckets_in_use(two: Workers) -> None:
-    for layers, steps in two.run(_resident_steps):
-        # At the end of the loss no more of the 8 buckets of 2 MiB are mapped than after the second.
-        assert layers[-1] - layers[2] < 3 << 20
+@pytest.mark.parametrize(("reuse_distance", "staying"), [(0, 0), (None, 1)])
+def test_a_loss_maps_only_the_buckets_in_use(
+    two: Workers, reuse_distance: int | None, staying: int
+) -> None:
+    for layers, steps in two.run(_resident_steps, reuse_distance):
+        # At the end of the loss the last bucket is mapped, and the one before it where that stays.
+        assert layers[-1] - layers[2] < (1 + staying) * (3 << 20)
         assert max(steps[4:]) - max(steps[:4]) < 6 << 20
 
 
