@@ -39,6 +39,7 @@ ORDER = [
     "compression",
     "optim",
     "transforms",
+    "parallel",
     "checkpoint",
     "modules",
     "recipes",

@@ -1,0 +1,5 @@
+"""Parallelism over axes beside data: leaves cut by meaning, and losses that know their axes."""
+
+from zfun.parallel._cuts import Cut, Held, LeafRule, ModelAxis, ParallelLoss, model_axes
+
+__all__ = ["Cut", "Held", "LeafRule", "ModelAxis", "ParallelLoss", "model_axes"]
