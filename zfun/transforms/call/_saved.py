@@ -139,7 +139,7 @@ class SavedViews:
         """
         reached: set[int] = set()
         ready: dict[int, int] = {}
-        seen: set[Any] = set()
+        seen: set[Any] = {None}
         found: list[int] = []
         for part in (roots[:1], roots[1:]):
             some = [root for root in part if root is not None]
@@ -171,14 +171,14 @@ class SavedViews:
                 continue
             reached.add(number)
             for following, _ in node.next_functions:
-                if following is None:
+                if following in seen:
                     continue
                 bucket = nodes.get(following)
-                if bucket is not None:
-                    ready[bucket] = min(number, ready.get(bucket, number))
-                elif following not in seen:
+                if bucket is None:
                     seen.add(following)
                     todo.append(following)
+                else:
+                    ready[bucket] = min(number, ready.get(bucket, number))
 
     def _in_order(self, reached: Set[int], ready: Mapping[int, int]) -> list[int]:
         ends = [number for number, _ in self._uses[1:]] + [_next_number()]
@@ -190,7 +190,7 @@ class SavedViews:
         events = [
             (number, 1, buckets)
             for numbers, buckets in [*self._needs, *unknown]
-            if (number := max((n for n in numbers if n in reached), default=-1)) >= 0
+            if (number := max(filter(reached.__contains__, numbers), default=-1)) >= 0
         ]
         events += [(number, 0, (bucket, _READY)) for bucket, number in ready.items()]
         events.sort(reverse=True)
