@@ -107,6 +107,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
+    embed: Tensor
+    positions: Tensor
+    norm: Tensor
+    head: Tensor
+
     def __init__(self, params: Params) -> None:
         super().__init__()
         outer = {name: value for name, value in params.items() if "." not in name}
