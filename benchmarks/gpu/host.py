@@ -1,7 +1,7 @@
 """The host's time of a step: all that a program does before it hands work to a device.
 
-    python benchmarks/host.py
-    python benchmarks/host.py --rounds 30 --stages 3
+    python benchmarks/gpu/host.py
+    python benchmarks/gpu/host.py --rounds 30 --stages 3
 
 The model has the tree of Llama 3 8B and positions that are learnt, 292 leaves in 32 blocks, and
 tensors so small that arithmetic costs nothing. Rank 0 of 8 runs over torch's fake process group,
@@ -37,7 +37,7 @@ from zfun.collectives import Stream
 from zfun.collectives.backends._nccl import NativeGroup
 from zfun.layout import Layout, layout_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import pages
 
 SIZE, NUM_BLOCKS, LENGTH = 8, 32, 4
