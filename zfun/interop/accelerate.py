@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,8 +100,6 @@ class Accelerator(accelerate.Accelerator):
         self._waiting: list[nn.Module] = []
         # Each engine with its optimizer, which free_memory() does not drop.
         self._engines: dict[Engine, Any] = {}
-        # The bounds that clip_grad_norm_() has set since the last step.
-        self._bounds: dict[Engine, float] = {}
 
     # Models and optimizers become engines.
 
@@ -192,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
             clip_norm=self.clips_by_default,
             init="broadcast",
         )
-        attach(optimizer, engine, self._bounds)
+        attach(optimizer, engine)
         return engine
 
     def engine_of(self, model: Any = None) -> Engine | None:
@@ -227,16 +224,16 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Clip in the next step, and return the norm of the gradient over all ranks.
+        """Clip the gradients so far, and return their norm over all ranks before.
 
         Args:
-            parameters: all of a model; the least bound of several calls counts.
+            parameters: all of a model.
             max_norm: the bound; infinity asks for the norm alone.
             norm_type: 2.
 
         Raises:
             OptionError: a part of the parameters, or those of two models; another ``norm_type``;
-                or a bound in a run without clipping.
+                or, with a loss scale, parameters without an engine.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
@@ -249,20 +246,18 @@ class Accelerator(accelerate.Accelerator):
                         f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                         "norm_type out"
                     )
-                self._bound(engine, max_norm if 0 < max_norm < math.inf else UNBOUNDED)
-                return engine.norm().float()
+                return engine.clip(max_norm).float()
+        scale = max((engine.loss_scale for engine in self._engines), default=1.0)
+        if scale != 1.0:
+            raise OptionError(
+                f"an engine takes the loss scale, here {scale}, out of its own gradients; got "
+                "clip_grad_norm_() of parameters without an engine; pass the module and its "
+                "optimizer to prepare(), or use mixed_precision='bf16'"
+            )
         return super().clip_grad_norm_(chosen, max_norm, norm_type)
 
-    def _bound(self, engine: Engine, max_norm: float) -> None:
-        """Bound the norm in the next step."""
-        if engine.clip_norm is not None:
-            before = self._bounds.get(engine, UNBOUNDED)
-            engine.clip_norm = self._bounds[engine] = min(max_norm, before)
-        elif max_norm != UNBOUNDED:
-            raise OptionError(
-                "a run with max_grad_norm=0 clips no gradient; got clip_grad_norm_() with "
-                f"max_norm={max_norm}; pass max_grad_norm={max_norm} to the TrainingArguments"
-            )
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing, because a step takes the loss scale out."""
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refuse, because each rank has a shard of the gradients."""
@@ -326,25 +321,18 @@ def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> Non
         )
 
 
-def attach(optimizer: Any, engine: Engine, bounds: dict[Engine, float]) -> None:
+def attach(optimizer: Any, engine: Engine) -> None:
     """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine."""
-    inner, usual = optimizer.optimizer, engine.clip_norm
+    inner = optimizer.optimizer
 
     def step(closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         optimizer._is_overflow = info is not None and info.skipped
-        unbind()
         return loss
-
-    def unbind() -> None:
-        # A bound of clip_grad_norm_() is for the gradients of one step.
-        engine.clip_norm = usual
-        bounds.pop(engine, None)
 
     def zero_grad(set_to_none: bool = True) -> None:
         engine.zero_grad()
-        unbind()
         for group in inner.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -345,7 +345,8 @@ class Engine(Passes):
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
         if self._groups is not None:
-            opt_state = self._groups.set_in(self._state.opt_state, self.clip_norm)
+            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
+            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
             self._state = self._state._replace(opt_state=opt_state)
         self._state, info = self.recipe.update(self._state, grads, loss)
         self._buffers.merge(told.flags[1:])
