@@ -7,9 +7,10 @@ the engine. :mod:`zfun.interop.transformers` trains through this class too.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,10 @@ class Accelerator(accelerate.Accelerator):
 
     # Checkpoints.
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Return whole values, each in memory of its own. All ranks call."""
+        return _apart(super().get_state_dict(model, unwrap))
+
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save as ``accelerate`` does, and the sharded state beside. All ranks call."""
         found = super().save_state(output_dir, *args, **kwargs)
@@ -292,7 +297,14 @@ class Accelerator(accelerate.Accelerator):
             folder = Path(self.project_dir) / "checkpoints"
             numbers = [int(x.name.rpartition("_")[2]) for x in folder.glob("checkpoint_*")]
             input_dir = str(folder / f"checkpoint_{max(numbers)}")
-        super().load_state(input_dir, *args, **kwargs)
+        models = [x for x in self._models if self.engine_of(x) is not None]
+        for model in models:
+            model.state_dict = functools.partial(_own_values, model.state_dict)
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            for model in models:
+                del model.state_dict
         for index, engine in enumerate(self._engines):
             path = Path(input_dir) / f"{_FOLDER}_{index}"
             if not path.is_dir():
@@ -302,6 +314,28 @@ class Accelerator(accelerate.Accelerator):
                     "model before prepare(), and begin with a new optimizer"
                 )
             engine.load(path, rng=False)
+
+
+def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which each has memory of its own, and tied ones share it.
+
+    safetensors takes views of one bucket for tied values, drops all but one, and loads none.
+    """
+    keys = {
+        name: (x.data_ptr(), x.shape) if isinstance(x, Tensor) and x.numel() else name
+        for name, x in values.items()
+    }
+    first = {key: name for name, key in reversed(keys.items())}
+    own = {
+        key: x.clone() if isinstance(x := values[name], Tensor) else x
+        for key, name in first.items()
+    }
+    return collections.OrderedDict((name, own[key]) for name, key in keys.items())
+
+
+def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    found = state_dict(*args, **kwargs)
+    return found if kwargs.get("keep_vars") else _apart(found)
 
 
 def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> None:
