@@ -331,7 +331,6 @@ class Engine(Passes):
             groups.train(before[0])
             _, self.recipe, self._state = before
             raise
-        groups.retain(names)
         self._calls.reset()
         return loaded
 
