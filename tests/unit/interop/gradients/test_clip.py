@@ -114,6 +114,28 @@ def test_clips_are_those_of_accelerate(stage: int, loop: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_of_the_loss_is_not_clipped_in_micro_batches(stage: int) -> None:
+    def run(cls: Any, **options: Any) -> Any:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator, net = cls(cpu=True, **options), nn.Linear(3, 1)
+        net.weight.data, net.bias.data = torch.ones(1, 3), torch.ones(1)
+        sigma = nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD([*net.parameters(), sigma], 0.001)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        norms = []
+        for _ in range(2):
+            for _ in range(2):
+                accelerator.backward(net(torch.ones(2, 3)).square().mean() * sigma)
+                norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.25)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, accelerator.get_state_dict(net), sigma.detach().clone()
+
+    found, expected = run(Accelerator, zero=stage), run(accelerate.Accelerator)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_an_engine_that_is_closed_leaves_no_bound() -> None:
     accelerator, net, _ = prepared(Accelerator, zero=2)
     accelerator.backward(net(torch.ones(2, 3)).square().mean())
