@@ -16,7 +16,14 @@ from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._batch import Batch, batch_of, solve_batch
 from zfun.interop.ds_config._explain import Note, Notes, entries_of
 from zfun.interop.ds_config._mistakes import Mistake, collecting
-from zfun.interop.ds_config._optimizers import cycle_of, made, momentum_for, rule_of, schedule_for
+from zfun.interop.ds_config._optimizers import (
+    cycle_of,
+    made,
+    momentum_for,
+    own_rates,
+    rule_of,
+    schedule_for,
+)
 from zfun.interop.ds_config._values import Checked, Unusable, Values
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, Optimizer, Schedule, dynamic_loss_scale
@@ -214,12 +221,17 @@ def _optimizer(r: _Reading, v: Values) -> _Fields:
     if rule is None or rate is None:
         return {"rule": rule}
 
+    # DeepSpeed's first group is that of Muon, and its Muon has no betas that a cycle changes.
+    is_muon = rule.kind == "Muon"
+    first = own_rates(rule.options)["muon_lr"] if is_muon else rule.options["lr"]
+
     def rate_of(lr: float) -> float | Schedule:
+        lr = first if scheduler is not None and scheduler.is_absolute else lr
         if lr == rule.options["lr"]:
             return rate
         return lr if scheduler is None else schedule_for(scheduler, lr=lr)
 
-    built = made(rule, rate_of, cycle_of(r.done["momentum"]))
+    built = made(rule, rate_of, {} if is_muon else cycle_of(r.done["momentum"]))
     r.notes["optimizer.type"] = Note(f"zf.optim.{built.name or 'muon'}")
     return {"rule": rule, "optimizer": clipped(built, clip)}
 

@@ -8,7 +8,13 @@ import torch
 
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.ds_config._optimizers import Rule, completed, momentum_for, schedule_for
+from zfun.interop.ds_config._optimizers import (
+    RATES,
+    Rule,
+    completed,
+    momentum_for,
+    schedule_for,
+)
 
 
 class Scheduled:
@@ -37,12 +43,16 @@ class Scheduled:
         self.last_batch_iteration = -1
         self.optimizer = optimizer
         # A schedule counts steps from the last_batch_iteration of the configuration.
-        self._rates = [
-            schedule_for(rule, lr=float(group["lr"])) for group in optimizer.param_groups
-        ]
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if rule.is_absolute:
+            # Without warmup_max_lr, all warm up to the rate of the first group, which is Muon's.
+            rates = [groups[0].get("muon_lr", rates[0])] * len(groups)
+        self._rates = [schedule_for(rule, lr=float(rate)) for rate in rates]
+        self._written = set(RATES) if rule.is_absolute else {"lr"}
         self._momentum = momentum_for(rule)
         if self._momentum is not None:
-            for group in optimizer.param_groups:
+            for group in groups:
                 group["max_momentum"] = rule.options["cycle_max_mom"]
         self._write()
 
@@ -51,8 +61,9 @@ class Scheduled:
         taken = self.last_batch_iteration + 1
         # A group that was added later keeps its own rate.
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate(taken)
-            if self._momentum is not None and "betas" in group:
+            group |= dict.fromkeys(self._written & group.keys(), rate(taken))
+            # DeepSpeed's Muon has no betas that a cycle changes.
+            if self._momentum is not None and "betas" in group and "muon_lr" not in group:
                 group["betas"] = (self._momentum(taken), 0.99)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -96,7 +107,7 @@ class WarmupLR(Scheduled):
 
 
 class WarmupDecayLR(Scheduled):
-    """A rise to ``warmup_max_lr``, then a straight fall to 0 at ``total_num_steps``."""
+    """A rise to ``warmup_max_lr``, then a straight fall to ``warmup_min_lr`` at the end."""
 
     order = ("total_num_steps", *WarmupLR.order)
 
