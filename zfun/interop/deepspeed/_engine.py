@@ -29,6 +29,7 @@ class DeepSpeedEngine(SavedEngine):
     configuration, such as ``get_lr()`` and ``zero_optimization_stage()``, are there too.
 
     Attributes:
+        config: the configuration as written; another value changes nothing.
         module: the model, which is live: a call of it, or of a part, is a call of the engine.
         optimizer: the parameter groups, whose ``lr`` counts at the next step, and the moments;
             ``None`` for a model that is not trained.
@@ -54,6 +55,7 @@ class DeepSpeedEngine(SavedEngine):
         super().__init__()
         self.module = module
         self._settings = settings
+        self.config = settings.config
         self._group = group
         self._core = made(module, settings, group, values or {})
         optimizer = settings.optimizer

@@ -237,7 +237,10 @@ def _shown(param: Tensor) -> _ShownGrad | None:
 
 
 def _check_in_parts(param: Tensor, function: str) -> None:
-    if _shown(param) is not None:
+    with torch._C.DisableTorchFunctionSubclass():
+        # A read by the live parameter communicates.
+        has_grad = param.grad is not None
+    if has_grad and (found := _of(param)) is not None and found[1] in found[0]._shown:
         raise OptionError(
             f"{function}() takes the elements of one rank; got a gradient that a read of .grad has "
             f"made whole; call {function.replace('local', 'full')}()"
