@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,14 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
+from zfun.interop.engine import (
+    UNBOUNDED,
+    Engine,
+    ParamGroups,
+    bound_of,
+    compile_blocks,
+    named_leaves,
+)
 from zfun.recipes import Precision
 
 __all__ = ["Accelerator"]
@@ -231,7 +237,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             parameters: all of a model; the least bound of several calls counts.
-            max_norm: the bound; infinity asks for the norm alone.
+            max_norm: the bound; infinity asks for the norm alone, and 0 drops the gradients.
             norm_type: 2.
 
         Raises:
@@ -249,7 +255,7 @@ class Accelerator(accelerate.Accelerator):
                         f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                         "norm_type out"
                     )
-                self._bound(engine, max_norm if 0 < max_norm < math.inf else UNBOUNDED)
+                self._bound(engine, bound_of(max_norm) if max_norm >= 0 else UNBOUNDED)
                 return engine.norm().float()
         return super().clip_grad_norm_(chosen, max_norm, norm_type)
 

@@ -19,7 +19,7 @@ from zfun import optim
 from zfun.collectives import process_group
 from zfun.errors import OptionError
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, Engine
+from zfun.interop.engine import UNBOUNDED, Engine, bound_of
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._precision import Dtypes
 from zfun.interop.lightning._runs import (
@@ -186,7 +186,7 @@ class ZfunFabricStrategy(DDPStrategy):
                 f"The total norm of gradients is {float(norm)}, so it cannot be clipped; pass "
                 "error_if_nonfinite=False"
             )
-        engine.clip_norm = min(max_norm, UNBOUNDED)
+        engine.clip_norm = bound_of(max_norm)
         return norm
 
     def clip_gradients_value(
