@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zfun import checkpoint, optim
+from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._phases import Phases
@@ -21,6 +21,8 @@ from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, packed, unpacked
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
+# As in DeepSpeed, those of the configuration, whatever a checkpoint has.
+_CONFIGURED = ("adam_w_mode", "freeze_step")
 
 
 class SavedEngine(Phases):
@@ -168,18 +170,14 @@ class SavedEngine(Phases):
         _check_is_own(path, folder / "converted" / tag)
         found = checkpoint.training_state(path)
         data: Any = found.values.get("data") or {}
-        state, scheduler = self._core.state, self.lr_scheduler
+        state, scheduler, groups = self._core.state, self.lr_scheduler, self._settings.groups
         left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
         is_whole = load_optimizer_states and not load_module_only and custom_load_fn is None
-        if is_whole and self.optimizer is not None:
-            kept = state._replace(frozen=None) if left_out else state
-            loaded = checkpoint.load(path, kept, reset=_is_number(state)).state
-            self._core.state = loaded._replace(frozen=state.frozen) if left_out else loaded
-            # Earlier checkpoints have the rates only.
-            groups = {str(i): {"lr": rate} for i, rate in enumerate(data.get("lr", ()))}
-            groups |= unpacked(data.get("groups", {}))
-            for index, group in enumerate(self.optimizer.param_groups):
-                group.update(groups.get(str(index), {}))
+        numbers: list[dict[str, Any]] = []
+        if is_whole and groups is not None:
+            numbers = [_numbers_of(data, str(i), group) for i, group in enumerate(groups.groups)]
+            groups.check_saved(state.opt_state, numbers)
+            self._core.load(path, keeps_frozen=left_out)
         else:
             weights = {name: x.load() for name, x in {**found.params, **found.buffers}.items()}
             ties = data.get("ties", {}).items()
@@ -193,6 +191,9 @@ class SavedEngine(Phases):
                 setattr(self, counter, value)
             if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
                 scheduler.load_state_dict(data["lr_scheduler"])
+        # A scheduler of DeepSpeed writes rates where its own state is loaded.
+        for group, saved in zip(groups.groups if groups else (), numbers, strict=False):
+            group.update(saved)
         self.loaded_checkpoint_tag = tag
         return str(path), unpacked(data)
 
@@ -232,11 +233,17 @@ def _groups(optimizer: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _is_number(state: Any) -> Callable[[str], bool]:
-    """Return whether a leaf of a checkpoint is a number, which each step takes from its group."""
-    names = {name.rpartition(".")[2] for name in optim.hyperparams(state)}
-    leaves = tuple(f".{path}" for path in state.params.layout.paths)
-    return lambda key: key.rpartition(".hyperparams.")[2] in names and not key.endswith(leaves)
+def _numbers_of(data: Mapping[str, Any], index: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has for a parameter group."""
+    # Earlier checkpoints have the rates only.
+    rates = {str(i): {"lr": rate} for i, rate in enumerate(data.get("lr", ()))}
+    saved = {**rates, **unpacked(data.get("groups", {}))}.get(index, {})
+    # An earlier Muon has None for a rate that is lr.
+    return {
+        name: value
+        for name, value in saved.items()
+        if name not in _CONFIGURED and not (value is None and group.get(name) is not None)
+    }
 
 
 def _check_is_own(path: Path, converted: Path) -> None:

@@ -16,7 +16,7 @@
 """
 
 from zfun.interop.engine._engine import Engine
-from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, bound_of, group_number
 from zfun.interop.engine._methods import compile_blocks
 from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers, with_group_numbers
 from zfun.interop.engine._values import EngineBuffers, named_leaves
@@ -27,7 +27,9 @@ __all__ = [
     "Engine",
     "EngineBuffers",
     "ParamGroups",
+    "bound_of",
     "compile_blocks",
+    "group_number",
     "named_leaves",
     "torch_numbers",
     "with_group_numbers",

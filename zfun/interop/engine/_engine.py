@@ -30,7 +30,7 @@ from zfun import checkpoint, optim
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.interop.engine._calls import Calls
-from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._live import LiveModule, check_free
 from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
@@ -281,26 +281,40 @@ class Engine(Passes):
         self._calls.reset()
         self._show()
 
-    def load(self, path: str | Path, **options: Any) -> Any:
+    def load(self, path: str | Path, *, keeps_frozen: bool = False, **options: Any) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
-        With an optimizer of torch, leaves that the saved run had unfrozen train on.
+        With an optimizer of torch, leaves that the saved run had unfrozen train on, and the numbers
+        of the groups stay, because they are those of the optimizer.
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
+            keeps_frozen: whether parameters that are not trained keep their values.
             options: of :func:`zfun.load`.
 
         Returns:
             The plain values of the caller.
         """
         try:
-            loaded = checkpoint.load(path, self.state, **options)
+            data = self._load(path, keeps_frozen, options)
         except SpecMismatch:
             if not self._retain(path, options.get("step")):
                 raise
-            loaded = checkpoint.load(path, self.state, **options)
-        self.state = loaded.state
+            data = self._load(path, keeps_frozen, options)
         self._begin()
+        return data
+
+    def _load(self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]) -> Any:
+        state = self.state
+        like, kept = state, options.get("reset")
+        if keeps_frozen:
+            like = state._replace(frozen=None)
+        if self._groups is not None:
+            is_number = group_number(state)
+            reset = lambda key: is_number(key) or (kept is not None and kept(key))
+            options = {**options, "reset": reset}
+        loaded = checkpoint.load(path, like, **options)
+        self.state = loaded.state._replace(frozen=state.frozen) if keeps_frozen else loaded.state
         return loaded.data
 
     def _retain(self, path: str | Path, step: int | None) -> bool:
