@@ -76,12 +76,9 @@ class SavedEngine(Phases):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """Take whole weights; every rank must call.
+        """Take whole weights by the module's own names; every rank must call.
 
-        Args:
-            state_dict: by the module's own names, such as ``checkpoint["module"]``.
-            strict: whether each name of the module must be there.
-            custom_load_fn: ``custom_load_fn(src=weights, dst=module)``, which writes to the module.
+        ``custom_load_fn(src=weights, dst=module)`` writes to the module by itself.
         """
         weights = state_dict.get("module", state_dict)
         if custom_load_fn is None:
@@ -100,18 +97,9 @@ class SavedEngine(Phases):
     ) -> bool:
         """Save the state, the counters and the scheduler; every rank must call.
 
-        Args:
-            save_dir: the directory of all checkpoints.
-            tag: the name of this one, the same on every rank; by default ``global_step`` and the
-                number.
-            client_state: the script's own values; those of rank 0. Numbers, text, lists, dicts and
-                small tensors are kept as they are, and others as a pickle.
-            save_latest: whether ``latest`` names this checkpoint.
-            exclude_frozen_parameters: whether ``load_checkpoint`` leaves the parameters alone that
-                are not trained. They are in the checkpoint all the same.
-
-        Returns:
-            ``True``.
+        The client state is that of rank 0: numbers, text, lists, dicts and small tensors are kept
+        as they are, and others as a pickle. With ``exclude_frozen_parameters``, ``load_checkpoint``
+        leaves the parameters alone that are not trained, which are in the checkpoint all the same.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
@@ -148,18 +136,14 @@ class SavedEngine(Phases):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
 
-        Args:
-            load_dir: the directory of all checkpoints.
-            tag: the name of the checkpoint; by default the one that ``latest`` names.
-            load_module_strict: whether each name of the module must be there.
-            load_optimizer_states: whether to load the optimizer's state; counters and the scheduler
-                are loaded without too.
-            load_lr_scheduler_states: whether to load the scheduler.
-            load_module_only: whether to load the weights only; the client state is returned.
-            custom_load_fn: as for :meth:`load_module_state_dict`; without the optimizer's state.
+        Without ``load_optimizer_states``, or with ``custom_load_fn``, counters and the scheduler
+        are loaded too; with ``load_module_only``, the weights alone.
 
         Returns:
             The path and the client state, or ``(None, None)`` where there is no checkpoint.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or its groups have other constants.
         """
         folder = Path(load_dir)
         if tag is None:
@@ -209,8 +193,7 @@ class SavedEngine(Phases):
     ) -> bool:
         """Save the whole weights in the dtype of the state as one file; every rank must call.
 
-        Returns:
-            ``True``, also where ``stage3_gather_16bit_weights_on_model_save`` is false.
+        Returns ``True``, also where ``stage3_gather_16bit_weights_on_model_save`` is false.
 
         Raises:
             CheckpointError: on all ranks, where rank 0 cannot write.

@@ -14,7 +14,7 @@ from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.deepspeed.ops import Described
-from zfun.interop.deepspeed.runtime import lr_schedules
+from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._values import Values, checked
@@ -149,7 +149,4 @@ def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, given: Any) -> 
     if given is not None:
         is_maker = callable(given) and not hasattr(given, "step")
         return given(optimizer) if is_maker else given
-    if recipe.scheduler is None:
-        return None
-    kind, options = recipe.scheduler
-    return getattr(lr_schedules, kind)(optimizer, **options)
+    return None if recipe.scheduler is None else scheduler_of(recipe.scheduler, optimizer)

@@ -102,14 +102,7 @@ class Described(torch.optim.Optimizer):
         return rule
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each parameter that has a gradient; inside of an engine do nothing.
-
-        Args:
-            closure: computes the loss and the gradients.
-
-        Returns:
-            The loss of the closure.
-        """
+        """Step the parameters with a gradient and return the loss; in an engine do nothing."""
         if self.is_attached:
             return None
         with torch.enable_grad():

@@ -103,12 +103,7 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 class DeepSpeedConfig(SimpleNamespace):
-    """A configuration with the attributes of DeepSpeed's.
-
-    Args:
-        config: the configuration, or its path.
-        mpu: an object with ``get_data_parallel_world_size()``; by default all ranks count.
-        mesh_device: accepted and not used.
+    """A configuration with the attributes of DeepSpeed's; ``mesh_device`` is not used.
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.
@@ -190,11 +185,8 @@ def compute_elastic_config(
 ) -> tuple[Any, ...]:
     """Return the batch size of a configuration with elasticity, and the numbers of ranks.
 
-    Args:
-        ds_config: the configuration.
-        target_deepspeed_version: accepted and not used.
-        world_size: ranks now; by default those of the launcher, where the number is needed.
-        return_microbatch: whether to return the micro-batch size, as with a ``world_size``.
+    With a ``world_size`` or ``return_microbatch`` the micro-batch size too. The launcher tells the
+    number of ranks where it is needed; ``target_deepspeed_version`` is not used.
 
     Raises:
         OptionError: there is no elasticity, or the number of ranks does not fit.

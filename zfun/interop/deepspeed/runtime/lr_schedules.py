@@ -20,11 +20,6 @@ from zfun.interop.ds_config._optimizers import (
 class Scheduled:
     """A schedule over steps, by the keys that the configuration has for the type.
 
-    Args:
-        optimizer: with the parameter groups.
-        params: the keys of ``scheduler.params``, in DeepSpeed's order.
-        options: the keys by name.
-
     Attributes:
         last_batch_iteration: the number of the last step; -1 before the first.
     """
@@ -142,5 +137,12 @@ class LRRangeTest(Scheduled):
 
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+
+def scheduler_of(rule: Rule, optimizer: torch.optim.Optimizer) -> Scheduled:
+    """Return the scheduler of a configuration for an optimizer."""
+    return globals()[rule.kind](optimizer, **rule.options)
+
 
 __getattr__ = absent("runtime.lr_schedules", globals())

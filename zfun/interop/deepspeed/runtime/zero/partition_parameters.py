@@ -62,20 +62,9 @@ class Init:
     values. All ranks have the values of rank 0, and must touch the same parameters. ``initialize``
     takes the module, at any stage; :class:`GatheredParameters` shows values.
 
-    Args:
-        module: a complete module, whose parameters are cut at once.
-        data_parallel_group: the ranks that hold pieces; by default all.
-        mem_efficient_linear: accepted and not used.
-        remote_device: ``"nvme"`` keeps pieces in files of the folder ``offload_param.nvme_path``
-            of the configuration; by default the device of ``offload_param``.
-        pin_memory: accepted and not used.
-        config_dict_or_path: the configuration, which may choose bf16 or fp16.
-        config: the same by an older name.
-        enabled: ``False`` makes the context do nothing.
-        dtype: the dtype of floating parameters; by default the configuration's, or their own.
-        mpu: an object with ``get_data_parallel_group()``.
-        sequence_data_parallel_group: the same as ``data_parallel_group``.
-        more: other arguments of DeepSpeed's; accepted and not used.
+    The arguments are DeepSpeed's. ``remote_device="nvme"`` keeps pieces in files of the folder
+    ``offload_param.nvme_path`` of the configuration. ``mem_efficient_linear``, ``pin_memory`` and
+    arguments that are not named here are not used.
 
     Raises:
         OptionError: ``remote_device`` is another place, or has no folder; or, at the end, a
@@ -288,14 +277,9 @@ def _half_of(keys: Mapping[str, Any]) -> torch.dtype | None:
 class GatheredParameters:
     """A context in which partitioned parameters are whole.
 
-    Parameters that are not partitioned are left alone, as in DeepSpeed: at stages 0 to 2, after
-    ``initialize``, the parameters of the module are always whole.
-
-    Args:
-        params: a parameter or parameters.
-        modifier_rank: the rank whose changes all ranks take at the end; ``None`` for none.
-        fwd_module: accepted and not used.
-        enabled: ``False`` makes the context do nothing.
+    At its end all ranks take the changes of ``modifier_rank``. Parameters that are not partitioned
+    are left alone, as in DeepSpeed: at stages 0 to 2, after ``initialize``, the parameters of the
+    module are always whole. ``fwd_module`` is not used.
 
     Raises:
         OptionError: values changed and there is no ``modifier_rank``, so that the changes would be
