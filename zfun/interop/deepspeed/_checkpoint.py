@@ -17,7 +17,7 @@ from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._phases import Phases
-from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, packed, unpacked
+from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, latest_of, packed, unpacked
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
@@ -146,10 +146,8 @@ class SavedEngine(Phases):
             CheckpointError: there is no such checkpoint, or its groups have other constants.
         """
         folder = Path(load_dir)
-        if tag is None:
-            if not (folder / "latest").is_file():
-                return None, None
-            tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        if (tag := latest_of(folder) if tag is None else tag) is None:
+            return None, None
         path = folder / tag
         _check_is_own(path, folder / "converted" / tag)
         found = checkpoint.training_state(path)

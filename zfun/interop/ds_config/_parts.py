@@ -13,7 +13,7 @@ from zfun import optim, stores
 from zfun.compression import Compression, error_feedback, int4, int8
 from zfun.errors import OptionError
 from zfun.interop.ds_config._auto import AutoValues
-from zfun.interop.ds_config._batch import Batch, batch_of, solve_batch
+from zfun.interop.ds_config._batch import Batch, batch_of, elastic_batch
 from zfun.interop.ds_config._explain import Note, Notes, entries_of
 from zfun.interop.ds_config._mistakes import Mistake, collecting
 from zfun.interop.ds_config._optimizers import (
@@ -142,17 +142,8 @@ def _unknown_ranks(train: int) -> OptionError:
 
 
 def _elastic(v: Values, world_size: int | None) -> Batch:
-    found = solve_batch(
-        v["elasticity.max_train_batch_size"],
-        list(v["elasticity.micro_batch_sizes"]),
-        world_size,
-        min_ranks=v["elasticity.min_gpus"],
-        max_ranks=v["elasticity.max_gpus"],
-        prefer_larger=v["elasticity.prefer_larger_batch"],
-        version=v["elasticity.version"],
-        ranks_per_node=v["elasticity.num_gpus_per_node"],
-        model_parallel=v["elasticity.model_parallel_size"],
-    )
+    paths = [path for path in v.found if path.startswith("elasticity.")]
+    found = elastic_batch({path.partition(".")[2]: v[path] for path in paths}, world_size)
     if world_size is None or found.micro is None:
         raise _unknown_ranks(found.train)
     replicas = world_size // v["elasticity.model_parallel_size"]

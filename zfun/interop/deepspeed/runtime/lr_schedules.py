@@ -139,7 +139,6 @@ class LRRangeTest(Scheduled):
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
-
 def scheduler_of(rule: Rule, optimizer: torch.optim.Optimizer) -> Scheduled:
     """Return the scheduler of a configuration for an optimizer."""
     return globals()[rule.kind](optimizer, **rule.options)

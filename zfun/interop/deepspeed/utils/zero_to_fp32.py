@@ -216,10 +216,14 @@ def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
     return joined(joined(params, Source(known, str(path))), found.buffers)
 
 
-def _opened(path: Path, tag: str | None) -> TrainingState:
+def latest_of(path: Path) -> str | None:
+    """Return the tag that ``latest`` names, if there is one."""
     latest = path / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+def _opened(path: Path, tag: str | None) -> TrainingState:
+    tag = latest_of(path) if tag is None else tag
     folder = path if tag is None else path / tag
     if not folder.is_dir():
         raise CheckpointError(

@@ -21,6 +21,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher
 from zfun.interop.deepspeed.accelerator import get_accelerator  # noqa: F401
+from zfun.interop.deepspeed.runtime.config import PENDING
 from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     Pieces,
     TensorOwner,
@@ -35,6 +36,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     told,
 )
 from zfun.interop.ds_config._read import read
+from zfun.interop.ds_config._values import checked
 from zfun.interop.engine._parameter import NO_VALUES
 from zfun.ops import fingerprint
 
@@ -102,8 +104,11 @@ class Init:
         if not enabled:
             return
         keys = {} if chosen is None else read(chosen)[0]
-        self._dtype = dtype if dtype is not None else _half_of(keys)
-        folder = _folder_of(keys, remote_device)
+        values = checked(keys, late=PENDING).values.found
+        halves = {torch.bfloat16: values["bf16.enabled"], torch.float16: values["fp16.enabled"]}
+        half = next((half for half, is_on in halves.items() if is_on), None)
+        self._dtype = half if dtype is None else dtype
+        folder = _folder_of(values, remote_device)
         ranks = data_parallel_group or sequence_data_parallel_group
         if ranks is None and mpu is not None:
             ranks = mpu.get_data_parallel_group()
@@ -245,33 +250,23 @@ def _is_shared(value: Tensor) -> bool:
     return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
-def _folder_of(keys: Mapping[str, Any], remote_device: str | None) -> Path | None:
+def _folder_of(values: Mapping[str, Any], remote_device: str | None) -> Path | None:
     """Return the folder of pieces on a disk; ``None`` for pieces in memory."""
-    section: Any = keys
-    for name in ("zero_optimization", "offload_param"):
-        section = found if isinstance(found := section.get(name), Mapping) else {}
-    place = section.get("device") if remote_device is None else remote_device
-    if place in (None, "none", "cpu"):
+    section = "zero_optimization.offload_param"
+    place = values[f"{section}.device"] if remote_device is None else remote_device
+    if place in ("none", "cpu"):
         return None
     if place != "nvme":
         raise OptionError(
             f"zero.Init keeps pieces in memory or on a disk; got remote_device={place!r}; pass "
             "'cpu' or 'nvme'"
         )
-    if not isinstance(folder := section.get("nvme_path"), str):
+    if (folder := values[f"{section}.nvme_path"]) is None:
         raise OptionError(
             "zero.Init keeps pieces on a disk in a folder of the configuration; got no "
             "zero_optimization.offload_param.nvme_path; write it, or pass remote_device='cpu'"
         )
     return Path(folder)
-
-
-def _half_of(keys: Mapping[str, Any]) -> torch.dtype | None:
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        section = keys.get(name, {})
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return None
 
 
 class GatheredParameters:
