@@ -79,9 +79,11 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
 def flags_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a group that choose the rule, such as ``maximize``."""
     others = {name for _, _, names in _NATIVE.values() for name in names.split()}
-    known = optimizer.defaults.items()
-    flags = {name for name, x in known if isinstance(x, bool) or name in others}
-    return {name: group.get(name) for name in sorted(flags - _IMPLEMENTATIONS)}
+    return {
+        name: group.get(name, value)
+        for name, value in optimizer.defaults.items()
+        if (isinstance(value, bool) or name in others) and name not in _IMPLEMENTATIONS
+    }
 
 
 def _torch_rule(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Rule:

@@ -221,8 +221,8 @@ class ParamGroups:
     ) -> Iterator[tuple[str, Mapping[str, Any]]]:
         used = set(self.labels.values())
         for index, group in enumerate(groups):
-            for label in used & {str(index), f"{_EXTRA}{index}"}:
-                yield label, group
+            labels = (str(index), f"{_EXTRA}{index}")
+            yield from ((label, group) for label in labels if label in used)
 
 
 def group_number(*states: Any) -> Callable[[str], bool]:
