@@ -37,12 +37,12 @@ class Scheduled:
         rule = completed(Rule(kind, given))
         self.last_batch_iteration = -1
         self.optimizer = optimizer
-        # A schedule counts steps from the last_batch_iteration of the configuration.
         groups = optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if rule.is_absolute:
             # Without warmup_max_lr, all warm up to the rate of the first group, which is Muon's.
             rates = [groups[0].get("muon_lr", rates[0])] * len(groups)
+        # A schedule counts steps from the last_batch_iteration of the configuration.
         self._rates = [schedule_for(rule, lr=float(rate)) for rate in rates]
         self._written = set(RATES) if rule.is_absolute else {"lr"}
         self._momentum = momentum_for(rule)
