@@ -212,12 +212,7 @@ class _Absent(type):
 
 @functools.cache
 def placeholder(path: str, remedy: str) -> Any:
-    """Return the one placeholder for a name.
-
-    Args:
-        path: of the name, without ``deepspeed``.
-        remedy: the name to use instead.
-    """
+    """Return the one placeholder for a name, by its path without ``deepspeed``."""
     module, _, name = f"deepspeed.{path}".rpartition(".")
     body = {"__module__": module, "_message": _message(f"{module}.{name}", remedy)}
     return _Absent(name, (), body)
@@ -238,10 +233,8 @@ def is_dunder(name: str) -> bool:
 def absent(module: str, known: Mapping[str, Any], key: str | None = None) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module: submodules, placeholders, or an error.
 
-    Args:
-        module: the module, by its path in the package; ``""`` is the package.
-        known: the names that are there.
-        key: the key of the module in the table; by default its path.
+    ``module`` is its path in the package, and ``key`` its name in the table, by default the path;
+    ``known`` has the names that are there.
     """
     table = module if key is None else key
 

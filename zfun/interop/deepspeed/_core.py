@@ -101,10 +101,7 @@ def made(
 class CoreValues(TensorOwner):
     """The owner of parameters whose values are in a state.
 
-    Args:
-        engine: of the state.
-        group: the ranks.
-        keeps: whether the values live as long as the parameters, as those in pieces do.
+    With ``keeps``, the values live as long as the parameters, as those in pieces do.
     """
 
     def __init__(self, engine: Engine, group: Group, *, keeps: bool) -> None:

@@ -63,11 +63,7 @@ class Configured(ConfiguredOptimizer):
 
 
 def config_of(args: Any, config: _Config | None, config_params: _Config | None) -> _Config:
-    """Return the configuration from the argument or from the command line.
-
-    Raises:
-        OptionError: there is none, or there are two.
-    """
+    """Return the one configuration of the arguments or of the command line."""
     found = config if config is not None else config_params
     of_args = getattr(args, "deepspeed_config", None)
     if found is not None and of_args is not None:

@@ -189,12 +189,10 @@ def cycle_of(momentum: Schedule | None) -> dict[str, Any]:
 def made(
     rule: Rule, rate_of: Callable[[float], float | Schedule], decays: Mapping[str, Any]
 ) -> Optimizer:
-    """Return the optimizer of a rule.
+    """Return the optimizer of a rule with all options.
 
-    Args:
-        rule: with all options.
-        rate_of: the learning rate, for a learning rate in the options.
-        decays: ``b1`` and ``b2``, or ``momentum``, where a schedule changes them.
+    ``rate_of`` makes a rate of a learning rate in the options, and ``decays`` has ``b1`` and
+    ``b2``, or ``momentum``, where a schedule changes them.
     """
     kind, o = rule
     rate = rate_of(o["lr"])
@@ -249,11 +247,7 @@ def _is_hidden_matrix(path: str, leaf: Any) -> bool:
 
 
 def completed(rule: Rule) -> Rule:
-    """Return a schedule with all options.
-
-    Raises:
-        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
-    """
+    """Return a schedule with all options, or raise ``ConfigError`` with all mistakes."""
     found = checked({"scheduler": {"type": rule.kind, "params": dict(rule.options)}})
     mistakes = [*found.mistakes, *contradictions(found)]
     if mistakes:

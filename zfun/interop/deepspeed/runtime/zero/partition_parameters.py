@@ -189,14 +189,11 @@ register_module_module_registration_hook(_each(Init.on_module))
 
 
 class _TouchedParams(TorchFunctionMode):
-    """Gathers a partitioned parameter before a function of torch reads or writes it.
-
-    Args:
-        root: the rank whose values all ranks take.
-    """
+    """Gathers a partitioned parameter before a function of torch reads or writes it."""
 
     def __init__(self, root: int) -> None:
         super().__init__()
+        # The rank whose values all ranks take.
         self._root = root
         self._open: dict[int, GatheredParameters] = {}
         # Values of parameters that are cut again, while a view of them lives.
