@@ -110,7 +110,7 @@ def with_tables(page: str) -> str:
 
 def shown() -> str:
     """Return a row for each mark ``shows`` of a test."""
-    files = [*(ROOT / "tests" / "unit" / "interop").glob("test_*.py")]
+    files = [*(ROOT / "tests" / "unit" / "interop").rglob("test_*.py")]
     files += (ROOT / "tests" / "distributed").glob("test_*.py")
     rows = [row for file in files for row in _marks(ast.parse(file.read_text(encoding="utf-8")))]
     rows.sort(key=lambda row: (VERDICTS.index(row[1]), row[0].strip("`").lower()))

@@ -15,6 +15,7 @@ from zfun.collectives import Group, split
 from zfun.errors import NotElementwiseError, OptionError
 from zfun.interop import ds_config
 from zfun.interop.ds_config import Recipe, rule_for
+from zfun.interop.ds_config._optimizers import own_rates
 from zfun.optim import Optimizer
 
 Rule: TypeAlias = tuple[Callable[..., Optimizer], dict[str, Any]]
@@ -41,7 +42,7 @@ class ConfiguredOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], rule: ds_config.Rule) -> None:
         self.rule = rule
-        super().__init__(params, dict(rule.options))
+        super().__init__(params, _numbers_of(rule))
 
     def step(self, closure: Any = None) -> Any:
         """Refuse a step without an engine."""
@@ -75,6 +76,16 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     return _torch_rule(getattr(optimizer, "torch_class", type(optimizer)), group)
 
 
+def flags_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group that choose the rule, such as ``maximize``."""
+    others = {name for _, _, names in _NATIVE.values() for name in names.split()}
+    return {
+        name: group.get(name, value)
+        for name, value in optimizer.defaults.items()
+        if (isinstance(value, bool) or name in others) and name not in _IMPLEMENTATIONS
+    }
+
+
 def _torch_rule(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Rule:
     group = {name: _number(value) for name, value in group.items()}
     native, names, others = _NATIVE.get(cls, ("", "", ""))
@@ -100,25 +111,40 @@ def _number(value: Any) -> Any:
 
 def _configured_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
     """Return the rule of a configuration, with the numbers that a group has now."""
+    if rule.kind == "Muon":
+        return _muon_rule(rule, group)
     options = {name: group.get(name, value) for name, value in rule.options.items()}
     items = ((name, tuple(x) if isinstance(x, list) else x) for name, x in options.items())
     made = _made(rule.kind, tuple(items))
-    if made.name and not made.parts and hasattr(optim, made.name):
-        return getattr(optim, made.name), dict(made.options)
-    # An optimizer of several parts, such as Muon beside Adam.
-    own = {name: _number(value) for name, value in options.items() if name != "betas"}
-    own["b1"], own["b2"] = map(_number, options["betas"])
-    return functools.partial(_parts, rule.kind, rule.options["lr"]), own
+    return getattr(optim, made.name), dict(made.options)
 
 
-def _parts(kind: str, base: float, /, **options: Any) -> Optimizer:
-    """Make an optimizer of several parts, whose own rates follow ``lr`` from its base."""
-    lr, betas = options["lr"], (options.pop("b1"), options.pop("b2"))
-    if base and lr != base:
-        for name in ("muon_lr", "adam_lr"):
-            if options.get(name) is not None:
-                options[name] = options[name] / base * lr
-    return rule_for(ds_config.Rule(kind, {**options, "betas": betas}))
+def _numbers_of(rule: ds_config.Rule) -> dict[str, Any]:
+    """Return the numbers of a group; the rates of Muon's parts are those where lr is base_lr."""
+    options = dict(rule.options)
+    if rule.kind == "Muon":
+        options |= {**own_rates(options), "base_lr": options["lr"]}
+    return options
+
+
+def _muon_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
+    # Groups of earlier files have None for a rate that is lr, and no base.
+    own = {
+        name: value if group.get(name) is None else group[name]
+        for name, value in _numbers_of(rule).items()
+    }
+    own["b1"], own["b2"] = own.pop("betas")
+    return _muon, {name: _number(value) for name, value in own.items()}
+
+
+def _muon(**options: Any) -> Optimizer:
+    """Make Muon beside Adam, whose own rates follow ``lr`` from its base."""
+    lr, base, betas = options["lr"], options.pop("base_lr"), (options.pop("b1"), options.pop("b2"))
+    for name in ("muon_lr", "adam_lr"):
+        own = options[name]
+        if lr != base and (base or own == base):
+            options[name] = lr if own == base else own / base * lr
+    return rule_for(ds_config.Rule("Muon", {**options, "betas": betas}))
 
 
 @functools.lru_cache(maxsize=256)

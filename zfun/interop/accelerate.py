@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
+from zfun.interop.engine import (
+    UNBOUNDED,
+    Engine,
+    ParamGroups,
+    compile_blocks,
+    named_leaves,
+)
 from zfun.recipes import Precision
 
 __all__ = ["Accelerator"]
@@ -229,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             parameters: all of a model.
-            max_norm: the bound; infinity asks for the norm alone.
+            max_norm: the bound; infinity asks for the norm alone, and 0 drops the gradients.
             norm_type: 2.
 
         Raises:

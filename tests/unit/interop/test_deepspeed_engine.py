@@ -710,6 +710,54 @@ def test_a_gradient_that_was_read_is_still_the_one_of_the_step(stage: int) -> No
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_one_rank_alone_asks_for_its_own_elements(is_read: bool, stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group, stage, gradient_accumulation_steps=2)
+        weight = engine.module.first.weight
+        for micro in (0, 1):
+            x, y = batch(micro, group.rank, group.size)
+            engine.backward(error(engine(x), y))
+            if micro == 0 and is_read:
+                assert weight.grad is not None
+        if group.rank == 1 and is_read:
+            with pytest.raises(OptionError, match=r"a read of \.grad"):
+                utils.safe_get_local_grad(weight)
+            with pytest.raises(OptionError, match=r"a read of \.grad"):
+                utils.safe_set_local_grad(weight, torch.zeros(1))
+        elif group.rank == 1:
+            utils.safe_set_local_grad(weight, utils.safe_get_local_grad(weight))
+        engine.step()
+        engine.step()
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other", "message"),
+    [
+        ("gradient_average", True, False, r"got False; multiply the loss by engine\.dp_world_size"),
+        ("communication_data_type", torch.float32, torch.half, "write communication_data_type"),
+        ("cur_scale", 1.0, 2.0, r"got 2\.0; write fp16\.loss_scale"),
+    ],
+)
+def test_values_of_an_engine_are_those_of_the_run(
+    name: str, value: Any, other: Any, message: str
+) -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group, 1)
+        setattr(engine, name, value)
+        with pytest.raises(OptionError, match=message):
+            setattr(engine, name, other)
+        assert getattr(engine, name) == value
+        assert engine.config["zero_optimization"]["stage"] == 1
+        engine.config = {"of": "the script"}
+        assert engine.config == {"of": "the script"}
+
+    zf.simulate(1, main)
+
+
 def test_tensors_of_a_call_tell_what_partitioned_parameters_tell() -> None:
     seen: list[Any] = []
 

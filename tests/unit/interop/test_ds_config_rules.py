@@ -194,22 +194,64 @@ def test_a_cycle_has_a_momentum_for_each_group() -> None:
     assert recipe.momentum(2) == momentum(2)
 
 
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupCosineLR", None])
-def test_muon_warms_up_to_the_rate_of_each_part(kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "values", "muon", "adam"),
+    [
+        (None, {}, 0.25, 0.125),
+        ("WarmupCosineLR", {"total_num_steps": 10**6}, 0.25, 0.125),
+        # DeepSpeed writes one rate into both groups, by default that of the first, of Muon.
+        ("WarmupLR", {}, 0.25, 0.25),
+        ("WarmupLR", {"warmup_max_lr": 0.0625}, 0.0625, 0.0625),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.0625, "total_num_steps": 10**9}, 0.0625, 0.0625),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.03, "lr_range_test_step_rate": 0}, 0.03, 0.03),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.01}, 0.01, 0.01),
+    ],
+)
+def test_a_schedule_of_one_rate_is_that_of_both_parts_of_muon(
+    kind: str | None, values: dict[str, Any], muon: float, adam: float
+) -> None:
     optimizer = {"type": "muon", "params": {"lr": 0.5, "muon_lr": 0.25, "adam_lr": 0.125}}
-    values = {"total_num_steps": 10**6} if kind == "WarmupCosineLR" else {}
     config: dict[str, Any] = {"optimizer": optimizer, "gradient_clipping": 0}
     if kind is not None:
-        config["scheduler"] = {"type": kind, "params": {"warmup_num_steps": 2, **values}}
-    rule = from_ds_config(config).optimizer
-    assert rule is not None
-    rates = [
-        x(3) if callable(x) else x
-        for part in rule.parts
-        for name, x in part.options
-        if name == "learning_rate"
-    ]
-    assert sorted(rates) == pytest.approx([0.125, 0.25])
+        warmup = {"warmup_num_steps": 2} if kind.startswith("Warmup") else {}
+        config["scheduler"] = {"type": kind, "params": {**warmup, **values}}
+    recipe = from_ds_config(config)
+
+    def rates(rule: zf.optim.Optimizer | None) -> list[float]:
+        assert rule is not None
+        options = {name: part for part in rule.parts for name, _ in part.options}
+        assert {"momentum", "b1"} <= options.keys()
+        found = [dict(options[name].options) for name in ("momentum", "b1")]
+        assert not any(callable(x["b1"]) for x in found if "b1" in x)
+        rates = [x["learning_rate"] for x in found]
+        return [x(3) if callable(x) else x for x in rates]
+
+    assert rates(recipe.optimizer) == pytest.approx([muon, adam])
+    assert recipe.rule is not None
+    own = 0.5 if recipe.scheduler is None else recipe.rate_of(0.5)
+    expected = [0.5, 0.5] if (kind, values) == ("WarmupLR", {}) else [muon, adam]
+    assert rates(rule_for(recipe.rule, lr=own)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("params", "muon", "adam"),
+    [
+        ({}, 0.02, 3e-4),
+        ({"muon_lr": 0.1}, 0.1, 3e-4),
+        ({"lr": 0.5}, 0.5, 0.5),
+        ({"lr": 0.5, "adam_lr": 0.1}, 0.5, 0.1),
+    ],
+)
+def test_muon_has_the_defaults_of_deepspeed(
+    params: dict[str, Any], muon: float, adam: float
+) -> None:
+    """Those of ``MuonWithAuxAdam``, whose Adam is not that of other optimizers."""
+    rule = rule_for(Rule("Muon", params))
+    found = {name: x for part in rule.parts for name, x in part.options}
+    options = [dict(part.options) for part in rule.parts]
+    by_part = {("momentum" in x): x["learning_rate"] for x in options if "learning_rate" in x}
+    assert by_part == {True: muon, False: adam}
+    assert (found["b1"], found["b2"], found["eps"]) == (0.9, 0.95, 1e-10)
 
 
 def test_values_that_are_known_late_leave_the_schedule_out() -> None:

@@ -47,7 +47,8 @@ _TABLE: Mapping[str, str] = {
     "build experts of plain modules; ranks may use different experts, because the order of "
     "collectives does not depend on the experts that a rank uses": (
         "moe utils:split_params_into_different_moe_groups_for_optimizer "
-        "utils:configure_moe_param_groups groups:expert_parallel groups:expert_data_parallel"
+        "utils:configure_moe_param_groups utils:has_moe_layers groups:expert_parallel "
+        "groups:expert_data_parallel"
     ),
     "log engine.get_global_grad_norm() and engine.get_lr() with your own logger": (
         "monitor engine:monitor"
@@ -147,6 +148,17 @@ _TABLE: Mapping[str, str] = {
     "use OnebitAdam": "ops:ZeroOneAdam",
     "read engine.skipped_steps": "utils:CheckOverflow",
     "use zf.shard": "utils:PartitionedTensor",
+    "use log_dist, and the levels of Python's logging": (
+        "utils:log_dist_once utils:print_rank_0 utils:set_log_level_from_string"
+    ),
+    "seed random, numpy.random and torch": "utils:set_random_seed",
+    "call mkdir of pathlib.Path": "utils:ensure_directory_exists",
+    "compare torch.__version__": "utils:required_torch_version",
+    "use contextlib.nullcontext": "utils:noop_context",
+    "call get_accelerator().empty_cache()": "utils:empty_cache",
+    "call checkpoint()": "checkpointing:CheckpointFunction",
+    "use torch.distributed.device_mesh.init_device_mesh": "comm:initialize_mesh_device",
+    "call get_accelerator().is_available()": "accelerator:is_current_accelerator_supported",
     "write gradient_clipping into the configuration": "utils:clip_grad_norm_",
     "use zf.optim.clip_by_global_norm": "utils:clip_tensors_by_global_norm",
     "use safe_get_full_grad": "utils:get_full_hp_grad",
@@ -200,12 +212,7 @@ class _Absent(type):
 
 @functools.cache
 def placeholder(path: str, remedy: str) -> Any:
-    """Return the one placeholder for a name.
-
-    Args:
-        path: of the name, without ``deepspeed``.
-        remedy: the name to use instead.
-    """
+    """Return the one placeholder for a name, by its path without ``deepspeed``."""
     module, _, name = f"deepspeed.{path}".rpartition(".")
     body = {"__module__": module, "_message": _message(f"{module}.{name}", remedy)}
     return _Absent(name, (), body)
@@ -226,10 +233,8 @@ def is_dunder(name: str) -> bool:
 def absent(module: str, known: Mapping[str, Any], key: str | None = None) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module: submodules, placeholders, or an error.
 
-    Args:
-        module: the module, by its path in the package; ``""`` is the package.
-        known: the names that are there.
-        key: the key of the module in the table; by default its path.
+    ``module`` is its path in the package, and ``key`` its name in the table, by default the path;
+    ``known`` has the names that are there.
     """
     table = module if key is None else key
 

@@ -86,12 +86,14 @@ def _is_dynamic(engine: Any) -> bool:
     return values["fp16.enabled"] and not values["fp16.loss_scale"]
 
 
-# By attribute.
-VALUES: Mapping[str, Callable[[Any], Any]] = {
-    "communication_data_type": lambda e: e._settings.recipe.precision.reduce or torch.float32,
-    "config": lambda e: e._settings.config,
-    "cur_scale": lambda e: e._core.loss_scale,
-    "gradient_average": lambda e: True,
+# By attribute, with the remedy for another value.
+_VALUES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "communication_data_type": (
+        lambda e: e._settings.recipe.precision.reduce or torch.float32,
+        "write communication_data_type into the configuration",
+    ),
+    "cur_scale": (lambda e: e._core.loss_scale, "write fp16.loss_scale into the configuration"),
+    "gradient_average": (lambda e: True, "multiply the loss by engine.dp_world_size for a sum"),
 }
 # By method. Ranks have no part of a sequence each, and norms are those before clipping.
 _METHODS: Mapping[str, Callable[[Any], Any]] = {
@@ -132,8 +134,18 @@ def write(cls: type) -> None:
     """Write the methods and the values of the tables into a class."""
     for name, value in methods():
         setattr(cls, name, _method(cls, name, value))
-    for name, value in VALUES.items():
-        setattr(cls, name, property(value))
+    for name, (value, remedy) in _VALUES.items():
+        setattr(cls, name, property(value, _setter(name, value, remedy)))
+
+
+def _setter(name: str, value: Callable[[Any], Any], remedy: str) -> Callable[[Any, Any], None]:
+    def refuse(self: Any, new: Any) -> None:
+        if new != value(self):
+            raise OptionError(
+                f"engine.{name} is {value(self)} for the whole run; got {new!r}; {remedy}"
+            )
+
+    return refuse
 
 
 def _method(cls: type, name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zfun import checkpoint, optim
+from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._phases import Phases
-from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, packed, unpacked
+from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, latest_of, packed, unpacked
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
+# As in DeepSpeed, those of the configuration, whatever a checkpoint has.
+_CONFIGURED = ("adam_w_mode", "freeze_step")
 
 
 class SavedEngine(Phases):
@@ -74,12 +76,9 @@ class SavedEngine(Phases):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """Take whole weights; every rank must call.
+        """Take whole weights by the module's own names; every rank must call.
 
-        Args:
-            state_dict: by the module's own names, such as ``checkpoint["module"]``.
-            strict: whether each name of the module must be there.
-            custom_load_fn: ``custom_load_fn(src=weights, dst=module)``, which writes to the module.
+        ``custom_load_fn(src=weights, dst=module)`` writes to the module by itself.
         """
         weights = state_dict.get("module", state_dict)
         if custom_load_fn is None:
@@ -98,18 +97,9 @@ class SavedEngine(Phases):
     ) -> bool:
         """Save the state, the counters and the scheduler; every rank must call.
 
-        Args:
-            save_dir: the directory of all checkpoints.
-            tag: the name of this one, the same on every rank; by default ``global_step`` and the
-                number.
-            client_state: the script's own values; those of rank 0. Numbers, text, lists, dicts and
-                small tensors are kept as they are, and others as a pickle.
-            save_latest: whether ``latest`` names this checkpoint.
-            exclude_frozen_parameters: whether ``load_checkpoint`` leaves the parameters alone that
-                are not trained. They are in the checkpoint all the same.
-
-        Returns:
-            ``True``.
+        The client state is that of rank 0: numbers, text, lists, dicts and small tensors are kept
+        as they are, and others as a pickle. With ``exclude_frozen_parameters``, ``load_checkpoint``
+        leaves the parameters alone that are not trained, which are in the checkpoint all the same.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
@@ -146,40 +136,30 @@ class SavedEngine(Phases):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
 
-        Args:
-            load_dir: the directory of all checkpoints.
-            tag: the name of the checkpoint; by default the one that ``latest`` names.
-            load_module_strict: whether each name of the module must be there.
-            load_optimizer_states: whether to load the optimizer's state; counters and the scheduler
-                are loaded without too.
-            load_lr_scheduler_states: whether to load the scheduler.
-            load_module_only: whether to load the weights only; the client state is returned.
-            custom_load_fn: as for :meth:`load_module_state_dict`; without the optimizer's state.
+        Without ``load_optimizer_states``, or with ``custom_load_fn``, counters and the scheduler
+        are loaded too; with ``load_module_only``, the weights alone.
 
         Returns:
             The path and the client state, or ``(None, None)`` where there is no checkpoint.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or its groups have other constants.
         """
         folder = Path(load_dir)
-        if tag is None:
-            if not (folder / "latest").is_file():
-                return None, None
-            tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        if (tag := latest_of(folder) if tag is None else tag) is None:
+            return None, None
         path = folder / tag
         _check_is_own(path, folder / "converted" / tag)
         found = checkpoint.training_state(path)
         data: Any = found.values.get("data") or {}
-        state, scheduler = self._core.state, self.lr_scheduler
+        state, scheduler, groups = self._core.state, self.lr_scheduler, self._settings.groups
         left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
         is_whole = load_optimizer_states and not load_module_only and custom_load_fn is None
-        if is_whole and self.optimizer is not None:
-            kept = state._replace(frozen=None) if left_out else state
-            loaded = checkpoint.load(path, kept, reset=_is_number(state)).state
-            self._core.state = loaded._replace(frozen=state.frozen) if left_out else loaded
-            # Earlier checkpoints have the rates only.
-            groups = {str(i): {"lr": rate} for i, rate in enumerate(data.get("lr", ()))}
-            groups |= unpacked(data.get("groups", {}))
-            for index, group in enumerate(self.optimizer.param_groups):
-                group.update(groups.get(str(index), {}))
+        numbers: list[dict[str, Any]] = []
+        if is_whole and groups is not None:
+            numbers = [_numbers_of(data, str(i), group) for i, group in enumerate(groups.groups)]
+            groups.check_saved(state.opt_state, numbers)
+            self._core.load(path, keeps_frozen=left_out)
         else:
             weights = {name: x.load() for name, x in {**found.params, **found.buffers}.items()}
             ties = data.get("ties", {}).items()
@@ -193,6 +173,9 @@ class SavedEngine(Phases):
                 setattr(self, counter, value)
             if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
                 scheduler.load_state_dict(data["lr_scheduler"])
+        # A scheduler of DeepSpeed writes rates where its own state is loaded.
+        for group, saved in zip(groups.groups if groups else (), numbers, strict=False):
+            group.update(saved)
         self.loaded_checkpoint_tag = tag
         return str(path), unpacked(data)
 
@@ -208,8 +191,7 @@ class SavedEngine(Phases):
     ) -> bool:
         """Save the whole weights in the dtype of the state as one file; every rank must call.
 
-        Returns:
-            ``True``, also where ``stage3_gather_16bit_weights_on_model_save`` is false.
+        Returns ``True``, also where ``stage3_gather_16bit_weights_on_model_save`` is false.
 
         Raises:
             CheckpointError: on all ranks, where rank 0 cannot write.
@@ -232,11 +214,17 @@ def _groups(optimizer: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _is_number(state: Any) -> Callable[[str], bool]:
-    """Return whether a leaf of a checkpoint is a number, which each step takes from its group."""
-    names = {name.rpartition(".")[2] for name in optim.hyperparams(state)}
-    leaves = tuple(f".{path}" for path in state.params.layout.paths)
-    return lambda key: key.rpartition(".hyperparams.")[2] in names and not key.endswith(leaves)
+def _numbers_of(data: Mapping[str, Any], index: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has for a parameter group."""
+    # Earlier checkpoints have the rates only.
+    rates = {str(i): {"lr": rate} for i, rate in enumerate(data.get("lr", ()))}
+    saved = {**rates, **unpacked(data.get("groups", {}))}.get(index, {})
+    # An earlier Muon has None for a rate that is lr.
+    return {
+        name: value
+        for name, value in saved.items()
+        if name not in _CONFIGURED and not (value is None and group.get(name) is not None)
+    }
 
 
 def _check_is_own(path: Path, converted: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zfun import optim
-from zfun.collectives import Group, broadcast, split
+from zfun.collectives import Group, broadcast
 from zfun.errors import OptionError
+from zfun.interop._configured import zero_options
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero._owners import (
     TensorOwner,
@@ -64,9 +65,8 @@ def made(
     the module has not.
     """
     recipe = settings.recipe
-    if recipe.rows is not None:
-        mesh = split(group, recipe.rows)
-        group = mesh if recipe.secondary else mesh.inner
+    options = zero_options(recipe, group)
+    group = options["group"]
     named = dict(module.named_parameters())
     away = {name: deferred_of(name, p) for name, p in named.items() if is_partitioned(p)}
     away |= values
@@ -81,16 +81,7 @@ def made(
     engine = Engine(
         module,
         settings.groups or optim.sgd(0.0),
-        zero={
-            **nothing,
-            "stage": recipe.stage,
-            "precision": recipe.precision,
-            "offload": recipe.offload(),
-            "compression": recipe.compression,
-            "schedule": recipe.schedule,
-            "bucket_bytes": recipe.bucket_bytes,
-        },
-        group=group,
+        zero={**nothing, **options},
         accumulate=recipe.num_micro_batches,
         clip_norm=(recipe.max_grad_norm or None) if settings.groups is not None else None,
         init="check" if away else "broadcast",
@@ -110,10 +101,7 @@ def made(
 class CoreValues(TensorOwner):
     """The owner of parameters whose values are in a state.
 
-    Args:
-        engine: of the state.
-        group: the ranks.
-        keeps: whether the values live as long as the parameters, as those in pieces do.
+    With ``keeps``, the values live as long as the parameters, as those in pieces do.
     """
 
     def __init__(self, engine: Engine, group: Group, *, keeps: bool) -> None:

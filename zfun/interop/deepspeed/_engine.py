@@ -29,6 +29,7 @@ class DeepSpeedEngine(SavedEngine):
     configuration, such as ``get_lr()`` and ``zero_optimization_stage()``, are there too.
 
     Attributes:
+        config: the configuration as written; another value changes nothing.
         module: the model, which is live: a call of it, or of a part, is a call of the engine.
         optimizer: the parameter groups, whose ``lr`` counts at the next step, and the moments;
             ``None`` for a model that is not trained.
@@ -54,6 +55,7 @@ class DeepSpeedEngine(SavedEngine):
         super().__init__()
         self.module = module
         self._settings = settings
+        self.config = settings.config
         self._group = group
         self._core = made(module, settings, group, values or {})
         optimizer = settings.optimizer
@@ -102,16 +104,9 @@ class DeepSpeedEngine(SavedEngine):
     ) -> Tensor:
         """Compute the gradients of a loss of the engine's outputs, and add them up.
 
-        ``loss.backward()`` gives the same gradients, divided by the number of micro-batches too, to
-        all engines whose outputs the loss has; this method to this engine.
-
-        Args:
-            loss: a scalar. Gradients are a mean over the micro-batches and the ranks.
-            retain_graph: keep the graph for another backward pass.
-            scale_wrt_gas: whether the loss is divided by the number of micro-batches.
-
-        Returns:
-            The loss, divided if ``scale_wrt_gas``.
+        Gradients are a mean over the micro-batches, if ``scale_wrt_gas``, and over the ranks.
+        ``loss.backward()`` gives the same gradients to all engines whose outputs the loss has; this
+        method to this engine. Returns the loss, divided if ``scale_wrt_gas``.
         """
         self._check_trained("backward")
         gas = self._settings.recipe.num_micro_batches if scale_wrt_gas else 1
@@ -121,12 +116,7 @@ class DeepSpeedEngine(SavedEngine):
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss whose ``backward()`` is :meth:`backward`, for a run with a loss scale.
 
-        Args:
-            loss: a scalar.
-
-        Returns:
-            The loss times the loss scale. Only its own method ``backward`` knows the scale: another
-            way to gradients is refused.
+        Only its own method ``backward`` knows the scale: another way to gradients is refused.
         """
         self._check_trained("scale")
         if self._core.loss_scale == 1.0:
@@ -147,11 +137,7 @@ class DeepSpeedEngine(SavedEngine):
         return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Update the parameters, at the end of the micro-batches of a step; else count.
-
-        Args:
-            lr_kwargs: arguments of the scheduler's ``step``.
-        """
+        """Update parameters and scheduler at the end of the micro-batches of a step; else count."""
         self._check_trained("step")
         if self._within is not None:
             raise OptionError(

@@ -50,26 +50,11 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make an engine of a model, an optimizer and a configuration of DeepSpeed. All ranks call.
 
-    Args:
-        args: an object that may have ``deepspeed_config``, the path of the configuration.
-        model: the model. Parameters have the values of rank 0. An engine that has the model
-            already gives it up, and its moments are dropped.
-        optimizer: an optimizer of torch or of ``ops``, or a function from the parameters to one;
-            by default the configuration's. Without one the engine answers, and does not train.
-        model_parameters: parameters, or groups of parameters, for the configuration's optimizer;
-            by default all that require a gradient.
-        training_data: a dataset, of which each rank gets a share.
-        lr_scheduler: a scheduler, or a function from the optimizer to one; by default the
-            configuration's.
-        distributed_port: accepted and not used; the launcher names the port.
-        mpu: an object with ``get_data_parallel_group()``; by default all ranks.
-        dist_init_required: ``False`` for a script that initialises ``torch.distributed`` itself.
-        collate_fn: makes a batch of samples of ``training_data``.
-        config: the configuration, or its path.
-        mesh_param: only ``None``.
-        config_params: the same as ``config`` by an older name.
-        auto: values for ``"auto"`` in the configuration; the number of ranks, the hidden size of
-            ``model.config`` and the options of ``optimizer`` are known without.
+    The arguments are DeepSpeed's. Parameters have the values of rank 0. An engine that has the
+    model already gives it up, and its moments are dropped. Without an optimizer the engine answers,
+    and does not train. ``distributed_port`` is not used, and ``mesh_param`` is only ``None``;
+    ``auto`` has values for ``"auto"`` in the configuration that the model and the optimizer do not
+    tell.
 
     Returns:
         The engine, the optimizer, the loader of ``training_data``, and the scheduler; ``None`` in
@@ -119,13 +104,7 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config`` to the command line of a script.
-
-    Args:
-        parser: the parser of the script.
-
-    Returns:
-        The same parser.
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to the command line of a script; return it.
 
     Example:
         >>> parser = add_config_arguments(argparse.ArgumentParser())

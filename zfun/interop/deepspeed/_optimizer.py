@@ -15,12 +15,8 @@ from zfun.errors import CheckpointError, OptionError
 class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine.
 
-    Args:
-        optimizer: has the parameter groups, and never steps.
-        engine: the ``DeepSpeedEngine``.
-
     Attributes:
-        optimizer: as given.
+        optimizer: has the parameter groups, and never steps.
         parameter_offload: at stage 3, an object with the module, and with no hooks.
     """
 

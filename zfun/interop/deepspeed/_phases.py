@@ -15,6 +15,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._answers import batch_of
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
+from zfun.interop.ds_config._optimizers import RATES
 from zfun.interop.engine import Engine
 
 
@@ -47,16 +48,10 @@ class Phases(nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the blocks of the model.
-
-        Args:
-            backend: of ``torch.compile``.
-            compile_kwargs: other options of ``torch.compile``.
-            schedule: only ``None``: DeepCompile is not there.
-            compiled_autograd_enabled: only ``False``.
+        """Compile the blocks of the model with ``torch.compile``.
 
         Raises:
-            OptionError: an option that is not there.
+            OptionError: ``schedule`` or ``compiled_autograd_enabled``: DeepCompile is not there.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise OptionError(
@@ -79,14 +74,9 @@ class Phases(nn.Module):
     ) -> DataLoader[Any]:
         """Return the loader of this rank's share of a dataset.
 
-        Args:
-            dataset: of torch.
-            batch_size: samples of a micro-batch; by default the configuration's.
-            route: ``"train"`` for a random order; ``"eval"`` or ``"predict"`` for the dataset's.
-            pin_memory: whether batches are in pinned memory, where there is an accelerator.
-            data_sampler: gives the samples of this rank; by default an equal share.
-            collate_fn: as for a ``DataLoader``; by default that of ``initialize``.
-            num_local_io_workers: processes that read; by default none.
+        Batches of ``route="train"`` have a random order. Sizes and ``collate_fn`` are by default
+        those of ``initialize``, a ``data_sampler`` gives the samples of this rank, and no processes
+        read.
         """
         batch_size = batch_of(self).micro if batch_size is None else batch_size
         if data_sampler is None and not isinstance(dataset, IterableDataset):
@@ -111,17 +101,11 @@ class Phases(nn.Module):
     ) -> None:
         """Move parts of the state to host memory, until :meth:`reload_states`.
 
-        A call needs the parameters, and a step needs the optimizer's state too.
-
-        Args:
-            include: of ``OffloadStateTypeEnum``; by default all. ``hp_params`` and
-                ``optim_states`` move together; gradients stay where they are.
-            device: only ``"cpu"``, or ``"none"`` for nothing.
-            pin_memory: whether to copy into pinned memory.
-            non_blocking: accepted and not used.
+        A call needs the parameters, and a step needs the optimizer's state too. Of ``include``,
+        ``hp_params`` and ``optim_states`` move together; gradients stay where they are.
 
         Raises:
-            OptionError: another device, or an engine without an optimizer.
+            OptionError: another device than ``"cpu"`` or ``"none"``, or no optimizer.
         """
         self._check_trained("offload_states")
         if device == "none":
@@ -136,23 +120,16 @@ class Phases(nn.Module):
         self._core.offload(params=chosen("lp_params"), optimizer=optimizer, pin=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move the state back that :meth:`offload_states` has moved.
-
-        Args:
-            non_blocking: accepted and not used.
-        """
+        """Move the state back that :meth:`offload_states` has moved."""
         self._core.reload()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
         for group in () if self.optimizer is None else self.optimizer.param_groups:
-            group["lr"] = lr
+            group |= {name: lr for name in RATES if name in group}
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches for each step from now on.
-
-        Args:
-            train_batch_size: samples of one step, over all ranks.
+        """Take another number of micro-batches for each step, for a size over all ranks.
 
         Raises:
             OptionError: no whole number of micro-batches.
@@ -168,11 +145,7 @@ class Phases(nn.Module):
         self._resize(batch._replace(train=train_batch_size, accumulation=accumulation))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Take another number of samples for each micro-batch from now on, in equal number.
-
-        Args:
-            micro_batch_size: samples that a rank computes at a time.
-        """
+        """Take another number of samples for each micro-batch of a rank from now on."""
         batch = batch_of(self)
         train = micro_batch_size * batch.accumulation * batch.world_size
         self._resize(batch._replace(train=train, micro=micro_batch_size))

@@ -30,19 +30,8 @@ def init_distributed(
 ) -> None:
     """Initialise ``torch.distributed`` from the launcher; one rank where there is no launcher.
 
-    A second call does nothing.
-
-    Args:
-        dist_backend: ``"nccl"`` or ``"gloo"``; by default nccl where a CUDA device is present.
-        auto_mpi_discovery: accepted and not used; ranks of ``mpirun`` and ``srun`` are found.
-        distributed_port: accepted and not used; the launcher names the port.
-        verbose: accepted and not used.
-        timeout: how long a collective may take.
-        init_method: an URL for ``torch.distributed.init_process_group``.
-        dist_init_required: ``False`` for a script that initialises by itself.
-        config: accepted and not used.
-        rank: with ``init_method``, the rank.
-        world_size: with ``init_method``, the number of ranks.
+    A second call does nothing. The arguments are DeepSpeed's; a launcher names the port and the
+    ranks, so ``auto_mpi_discovery``, ``distributed_port``, ``verbose`` and ``config`` are not used.
 
     Example:
         >>> init_distributed(dist_init_required=False)
@@ -81,11 +70,7 @@ def init_from_launcher() -> None:
 
 
 def group_of(ranks: Any = None) -> Group:
-    """Return the group of zfun for a process group, a group of zfun, or all ranks.
-
-    Args:
-        ranks: ``None`` for all ranks of ``torch.distributed``, or one where there are none.
-    """
+    """Return the group of zfun for a process group, a group of zfun, or all ranks."""
     if GROUP.accepts(ranks):
         return ranks
     if ranks is None and not dist.is_initialized():

@@ -14,7 +14,7 @@ from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.deepspeed.ops import Described
-from zfun.interop.deepspeed.runtime import lr_schedules
+from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._values import Values, checked
@@ -63,11 +63,7 @@ class Configured(ConfiguredOptimizer):
 
 
 def config_of(args: Any, config: _Config | None, config_params: _Config | None) -> _Config:
-    """Return the configuration from the argument or from the command line.
-
-    Raises:
-        OptionError: there is none, or there are two.
-    """
+    """Return the one configuration of the arguments or of the command line."""
     found = config if config is not None else config_params
     of_args = getattr(args, "deepspeed_config", None)
     if found is not None and of_args is not None:
@@ -149,7 +145,4 @@ def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, given: Any) -> 
     if given is not None:
         is_maker = callable(given) and not hasattr(given, "step")
         return given(optimizer) if is_maker else given
-    if recipe.scheduler is None:
-        return None
-    kind, options = recipe.scheduler
-    return getattr(lr_schedules, kind)(optimizer, **options)
+    return None if recipe.scheduler is None else scheduler_of(recipe.scheduler, optimizer)

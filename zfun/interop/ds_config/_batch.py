@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zfun.errors import OptionError
 from zfun.options import BOOL, each, integer, one_of, takes
@@ -196,6 +196,21 @@ def solve_batch(
         train, sizes = max(fitting) if prefer_larger else min(fitting), (now,)
     good = [micro for micro in micro_batches if train // now % micro == 0]
     return ElasticBatch(train, sizes, (max(good) if prefer_larger else good[0]) if good else None)
+
+
+def elastic_batch(section: Mapping[str, Any], world_size: int | None) -> ElasticBatch:
+    """Return the batch size of a section ``elasticity``, with DeepSpeed's defaults."""
+    return solve_batch(
+        section.get("max_train_batch_size", 2000),
+        list(section.get("micro_batch_sizes", [2, 4, 6])),
+        world_size,
+        min_ranks=section.get("min_gpus", 1),
+        max_ranks=section.get("max_gpus"),
+        prefer_larger=section.get("prefer_larger_batch", True),
+        version=float(section.get("version", 0.2)),
+        ranks_per_node=section.get("num_gpus_per_node", 1),
+        model_parallel=section.get("model_parallel_size", 1),
+    )
 
 
 def _by_ranks(

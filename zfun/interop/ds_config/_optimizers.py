@@ -9,6 +9,7 @@ adapter with parameter groups makes one optimizer for each group instead::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,17 @@ from zfun.errors import OptionError
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._rules import contradictions
 from zfun.interop.ds_config._values import Checked, checked
-from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
+from zfun.interop.ds_config.table._optim import SCHEDULERS, TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
 
 # torch's default, which DeepSpeed passes on where torch_adam is true.
 _DECAYED_BY_TORCH = 0.01
+# DeepSpeed's rate of the Adam beside Muon, where lr is not written.
+_BESIDE_MUON = 3e-4
+# The rates of a parameter group; all but the first are those of Muon.
+RATES = ("lr", "muon_lr", "adam_lr", "base_lr")
+# Schedules that write one rate into every group, whatever the group had.
+_ABSOLUTE = frozenset(SCHEDULERS) - {"WarmupCosineLR"}
 
 
 class Rule(NamedTuple):
@@ -41,6 +48,21 @@ class Rule(NamedTuple):
     kind: str
     options: Mapping[str, Any]
 
+    @property
+    def is_absolute(self) -> bool:
+        """Whether this is a schedule that writes one rate into every group."""
+        return self.kind in _ABSOLUTE
+
+
+@dataclass(frozen=True)
+class AbsoluteRate:
+    """A schedule that writes one rate into every group."""
+
+    schedule: Schedule
+
+    def __call__(self, step: int) -> float:
+        return self.schedule(step)
+
 
 def rule_of(found: Checked, section: str) -> Rule | None:
     """Return the optimizer or the scheduler of a checked configuration; ``None`` without one."""
@@ -50,7 +72,17 @@ def rule_of(found: Checked, section: str) -> Rule | None:
     options = found.options(section) | (found.extra if section == "optimizer" else {})
     if options.pop("torch_adam", False) and "optimizer.params.weight_decay" not in found.given:
         options["weight_decay"] = _DECAYED_BY_TORCH if options.get("adam_w_mode", True) else 0.0
+    if kind == "Muon" and options["adam_lr"] is None:
+        path = "optimizer.params.lr"
+        is_known = path in found.given or path in found.values.sources
+        options["adam_lr"] = None if is_known else _BESIDE_MUON
     return Rule(kind, options)
+
+
+def own_rates(options: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates of the two parts of Muon."""
+    own = {name: options[name] for name in ("muon_lr", "adam_lr")}
+    return {name: options["lr"] if rate is None else rate for name, rate in own.items()}
 
 
 def rule_for(
@@ -90,8 +122,10 @@ def rule_for(
     base = whole.options["lr"]
 
     def rate_of(own: float) -> float | Schedule:
-        if not callable(lr) or own == base or not base:
-            return lr if callable(lr) else own
+        if not callable(lr):
+            return own
+        if own == base or not base or isinstance(lr, AbsoluteRate):
+            return lr
         return lambda step: own / base * lr(step)
 
     return made(whole, rate_of, decays or {})
@@ -118,7 +152,8 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
         [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     """
     rule = completed(rule)
-    return _late(_by_step(rule.kind, rule.options, lr), rule.options)
+    schedule = _late(_by_step(rule.kind, rule.options, lr), rule.options)
+    return AbsoluteRate(schedule) if rule.is_absolute else schedule
 
 
 def momentum_for(rule: Rule) -> Schedule | None:
@@ -154,12 +189,10 @@ def cycle_of(momentum: Schedule | None) -> dict[str, Any]:
 def made(
     rule: Rule, rate_of: Callable[[float], float | Schedule], decays: Mapping[str, Any]
 ) -> Optimizer:
-    """Return the optimizer of a rule.
+    """Return the optimizer of a rule with all options.
 
-    Args:
-        rule: with all options.
-        rate_of: the learning rate, for a learning rate in the options.
-        decays: ``b1`` and ``b2``, or ``momentum``, where a schedule changes them.
+    ``rate_of`` makes a rate of a learning rate in the options, and ``decays`` has ``b1`` and
+    ``b2``, or ``momentum``, where a schedule changes them.
     """
     kind, o = rule
     rate = rate_of(o["lr"])
@@ -183,10 +216,10 @@ def made(
         bounds = {"min_ratio": o["min_coeff"], "max_ratio": o["max_coeff"]}
         return optim.lamb(rate, **options, **bounds)
     if kind == "Muon":
-        own = [o["lr"] if o[name] is None else o[name] for name in ("muon_lr", "adam_lr")]
+        own = own_rates(o)
         return optim.muon(
-            rate_of(own[0]),
-            optim.adamw(rate_of(own[1]), **options),
+            rate_of(own["muon_lr"]),
+            optim.adamw(rate_of(own["adam_lr"]), **options),
             matrices=_is_hidden_matrix,
             momentum=o["momentum"],
             nesterov=o["nesterov"],
@@ -214,11 +247,7 @@ def _is_hidden_matrix(path: str, leaf: Any) -> bool:
 
 
 def completed(rule: Rule) -> Rule:
-    """Return a schedule with all options.
-
-    Raises:
-        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
-    """
+    """Return a schedule with all options, or raise ``ConfigError`` with all mistakes."""
     found = checked({"scheduler": {"type": rule.kind, "params": dict(rule.options)}})
     mistakes = [*found.mistakes, *contradictions(found)]
     if mistakes:

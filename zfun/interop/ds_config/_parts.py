@@ -13,10 +13,17 @@ from zfun import optim, stores
 from zfun.compression import Compression, error_feedback, int4, int8
 from zfun.errors import OptionError
 from zfun.interop.ds_config._auto import AutoValues
-from zfun.interop.ds_config._batch import Batch, batch_of, solve_batch
+from zfun.interop.ds_config._batch import Batch, batch_of, elastic_batch
 from zfun.interop.ds_config._explain import Note, Notes, entries_of
 from zfun.interop.ds_config._mistakes import Mistake, collecting
-from zfun.interop.ds_config._optimizers import cycle_of, made, momentum_for, rule_of, schedule_for
+from zfun.interop.ds_config._optimizers import (
+    cycle_of,
+    made,
+    momentum_for,
+    own_rates,
+    rule_of,
+    schedule_for,
+)
 from zfun.interop.ds_config._values import Checked, Unusable, Values
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, Optimizer, Schedule, dynamic_loss_scale
@@ -135,17 +142,8 @@ def _unknown_ranks(train: int) -> OptionError:
 
 
 def _elastic(v: Values, world_size: int | None) -> Batch:
-    found = solve_batch(
-        v["elasticity.max_train_batch_size"],
-        list(v["elasticity.micro_batch_sizes"]),
-        world_size,
-        min_ranks=v["elasticity.min_gpus"],
-        max_ranks=v["elasticity.max_gpus"],
-        prefer_larger=v["elasticity.prefer_larger_batch"],
-        version=v["elasticity.version"],
-        ranks_per_node=v["elasticity.num_gpus_per_node"],
-        model_parallel=v["elasticity.model_parallel_size"],
-    )
+    paths = [path for path in v.found if path.startswith("elasticity.")]
+    found = elastic_batch({path.partition(".")[2]: v[path] for path in paths}, world_size)
     if world_size is None or found.micro is None:
         raise _unknown_ranks(found.train)
     replicas = world_size // v["elasticity.model_parallel_size"]
@@ -214,12 +212,17 @@ def _optimizer(r: _Reading, v: Values) -> _Fields:
     if rule is None or rate is None:
         return {"rule": rule}
 
+    # DeepSpeed's first group is that of Muon, and its Muon has no betas that a cycle changes.
+    is_muon = rule.kind == "Muon"
+    first = own_rates(rule.options)["muon_lr"] if is_muon else rule.options["lr"]
+
     def rate_of(lr: float) -> float | Schedule:
+        lr = first if scheduler is not None and scheduler.is_absolute else lr
         if lr == rule.options["lr"]:
             return rate
         return lr if scheduler is None else schedule_for(scheduler, lr=lr)
 
-    built = made(rule, rate_of, cycle_of(r.done["momentum"]))
+    built = made(rule, rate_of, {} if is_muon else cycle_of(r.done["momentum"]))
     r.notes["optimizer.type"] = Note(f"zf.optim.{built.name or 'muon'}")
     return {"rule": rule, "optimizer": clipped(built, clip)}
 

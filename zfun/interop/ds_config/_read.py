@@ -45,13 +45,8 @@ def is_config(value: Any) -> bool:
 def read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
     """Return the keys of a configuration, and its name in messages.
 
-    Args:
-        config: the keys, the path of a JSON file, or the text of one in base64. The file may have
-            comments, as DeepSpeed's files have, and commas before a closing bracket. With the
-            package ``hjson``, the file may have keys and strings without quotes.
-
-    Returns:
-        The keys and the name.
+    A file may have comments, as DeepSpeed's files have, and commas before a closing bracket; with
+    the package ``hjson`` also keys and strings without quotes.
 
     Raises:
         OptionError: the file cannot be read.

@@ -16,7 +16,7 @@
 """
 
 from zfun.interop.engine._engine import Engine
-from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._methods import compile_blocks
 from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers, with_group_numbers
 from zfun.interop.engine._values import EngineBuffers, named_leaves
@@ -28,6 +28,7 @@ __all__ = [
     "EngineBuffers",
     "ParamGroups",
     "compile_blocks",
+    "group_number",
     "named_leaves",
     "torch_numbers",
     "with_group_numbers",

@@ -31,7 +31,7 @@ from zfun.checkpoint._together import agree, attempt
 from zfun.collectives import Group, agreement_group, process_group
 from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.interop.engine._calls import Calls
-from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._live import LiveModule, check_free
 from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
@@ -282,23 +282,25 @@ class Engine(Passes):
         self._calls.reset()
         self._show()
 
-    def load(self, path: str | Path, **options: Any) -> Any:
+    def load(self, path: str | Path, *, keeps_frozen: bool = False, **options: Any) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
         With an optimizer of torch, leaves that the saved run had unfrozen train on, and so do those
-        that this run has unfrozen.
+        that this run has unfrozen; the numbers of the groups stay, because they are those of the
+        optimizer.
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
+            keeps_frozen: whether parameters that are not trained keep their values.
             options: of :func:`zfun.load`.
 
         Returns:
             The plain values of the caller.
         """
         try:
-            loaded = checkpoint.load(path, self.state, **options)
+            loaded = self._loaded(path, keeps_frozen, options)
         except SpecMismatch:
-            if (found := self._load_others(path, **options)) is None:
+            if (found := self._load_others(path, keeps_frozen, **options)) is None:
                 raise
             loaded = found
         self.state = loaded.state
@@ -307,8 +309,22 @@ class Engine(Passes):
         self._regroup()
         return loaded.data
 
+    def _loaded(
+        self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]
+    ) -> checkpoint.Loaded:
+        """Load a state that trains the leaves of this one."""
+        state = self.state
+        if self._groups is not None:
+            is_number, kept = group_number(state), options.get("reset")
+            reset = lambda key: is_number(key) or (kept is not None and kept(key))
+            options = {**options, "reset": reset}
+        if not keeps_frozen:
+            return checkpoint.load(path, state, **options)
+        loaded = checkpoint.load(path, state._replace(frozen=None), **options)
+        return loaded._replace(state=loaded.state._replace(frozen=state.frozen))
+
     def _load_others(
-        self, path: str | Path, *, step: int | None = None, **options: Any
+        self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
     ) -> checkpoint.Loaded | None:
         """Load the state of a run that trains other leaves; ``None`` if there are none."""
         groups = self._groups
@@ -326,7 +342,7 @@ class Engine(Passes):
         try:
             self.recipe = self._composed()
             self._state = self.recipe.init(deferred_values(self._state, self._params, masters=True))
-            loaded = checkpoint.load(chosen, self.state, **options)
+            loaded = self._loaded(chosen, keeps_frozen, options)
         except BaseException:
             groups.train(before[0])
             _, self.recipe, self._state = before

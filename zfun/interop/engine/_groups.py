@@ -7,14 +7,14 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from zfun import optim
-from zfun.errors import OptionError
-from zfun.interop._configured import Rule, rule_of
+from zfun.errors import CheckpointError, OptionError
+from zfun.interop._configured import Rule, flags_of, rule_of
 from zfun.optim import Optimizer
 
 # The label of leaves that require a gradient and are in no group.
@@ -51,7 +51,8 @@ class ParamGroups:
         self._norm_of_all = norm_of_all
         self._seen: Any = None
         self._retained: set[str] = set()
-        self._fixed: dict[str, dict[str, Any]] = {}
+        # The options of the optimizer that pure() has returned, by label.
+        self._first: dict[str, dict[str, Any]] = {}
         # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
         self.refresh()
@@ -119,10 +120,10 @@ class ParamGroups:
         """
         own: dict[str, Optimizer] = {}
         rest: dict[str, Optimizer] = {}
+        self._first = self._options()
         for label, (make, options) in self._made().items():
             rules = rest if label.startswith(_EXTRA) else own
             rules[label] = optim.inject_hyperparams(make)(**options)
-            self._fixed[label] = _fixed(options)
         if _NO_GROUP in self.labels.values():
             own[_NO_GROUP] = optim.scale(0.0)
         labels = dict(self.labels)
@@ -141,29 +142,52 @@ class ParamGroups:
 
     def set_in(self, state: Any, max_norm: float | None = None) -> Any:
         """Return a state of the optimizer with the numbers that the groups have now."""
-        made = self._made()
-        for label, (_, options) in made.items():
-            for name, value in _fixed(options).items():
-                if value != self._fixed[label].get(name):
-                    raise OptionError(
-                        f"{type(self.torch_optimizer).__name__} has constant {name}; got {value!r} "
-                        f"in a group, and {self._fixed[label].get(name)!r} before; leave {name} as "
-                        "it is, and pass cycle_momentum=False to a scheduler that cycles it"
-                    )
-        values = {
-            f"{label}.{name}": value
-            for label, (_, options) in made.items()
-            for name, value in options.items()
-            if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
-        }
-        if max_norm is not None:
-            values["max_norm"] = max_norm
-        if len(made) == 1:
-            # One optimizer may stand alone.
-            values |= {name.partition(".")[2]: value for name, value in values.items()}
-        known = optim.hyperparams(state)
-        found = {k: values[short] for k in known if (short := _without_parts(k)) in values}
-        return optim.set_hyperparams(state, found)
+        options = self._options()
+        if (found := self._changed(state, options)) is not None:
+            name, before, now = found
+            raise OptionError(
+                f"{type(self.torch_optimizer).__name__} has constant {name}; got {now!r} in a "
+                f"group, and {before!r} before; leave {name} as it is, and pass "
+                "cycle_momentum=False to a scheduler that cycles it"
+            )
+        values = {(label, name): x for label, own in options.items() for name, x in own.items()}
+        values[("", "max_norm")] = max_norm
+        keys = {key: self._key(key) for key in optim.hyperparams(state)}
+        new = {key: x for key, short in keys.items() if (x := values.get(short)) is not None}
+        return optim.set_hyperparams(state, new)
+
+    def check_saved(self, state: Any, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse saved groups with other constants than the optimizer of a state."""
+        merged = [{**own, **group} for own, group in zip(self.groups, groups, strict=False)]
+        if (found := self._changed(state, self._options(merged))) is not None:
+            name, before, now = found
+            raise CheckpointError(
+                f"{type(self.torch_optimizer).__name__} has constant {name}; got {now!r} in a "
+                f"saved group, and {before!r} in this run; make the optimizer with the saved "
+                f"{name}"
+            )
+
+    def _changed(
+        self, state: Any, options: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[str, Any, Any] | None:
+        """Return the name of a constant that has changed, and both values."""
+        numbers = set(map(self._key, optim.hyperparams(state)))
+        for label, now in options.items():
+            before = self._first[label]
+            for name in (*before, *(x for x in now if x not in before)):
+                old, new = before.get(name), now.get(name)
+                is_number = isinstance(new, (int, float, Tensor)) and not isinstance(new, bool)
+                if not (is_number if (label, name) in numbers else old == new):
+                    return name, old, new
+        return None
+
+    def _key(self, hyperparam: str) -> tuple[str, str]:
+        """Return the label and the name of a hyperparameter of the state."""
+        label, _, name = hyperparam.rpartition(".")
+        label = label.removeprefix("model").removeprefix("extra").removeprefix(".")
+        # One optimizer may stand alone.
+        own = [x for x in self._first if not x.startswith(_EXTRA)]
+        return label or (own[0] if len(own) == 1 and name != "max_norm" else ""), name
 
     def stepped(self) -> None:
         """Mark that the optimizer has stepped, for which schedulers of torch ask."""
@@ -180,25 +204,29 @@ class ParamGroups:
         ]
 
     def _made(self) -> dict[str, Rule]:
+        return {label: rule_of(self.torch_optimizer, x) for label, x in self._labelled(self.groups)}
+
+    def _options(
+        self, groups: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Return the options of groups by label, with the flags that choose an optimizer."""
+        optimizer, found = self.torch_optimizer, dict[str, dict[str, Any]]()
+        for label, group in self._labelled(self.groups if groups is None else groups):
+            options = {**flags_of(optimizer, group), **rule_of(optimizer, group)[1]}
+            found[label] = {k: tuple(x) if isinstance(x, list) else x for k, x in options.items()}
+        return found
+
+    def _labelled(
+        self, groups: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
         used = set(self.labels.values())
-        return {
-            label: rule_of(self.torch_optimizer, group)
-            for index, group in enumerate(self.groups)
-            for label in (str(index), f"{_EXTRA}{index}")
-            if label in used
-        }
+        for index, group in enumerate(groups):
+            labels = (str(index), f"{_EXTRA}{index}")
+            yield from ((label, group) for label in labels if label in used)
 
 
-def _fixed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that no step may change."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-        if isinstance(value, (bool, str, tuple, list, type(None)))
-    }
-
-
-def _without_parts(name: str) -> str:
-    """Return the name of a hyperparameter without the part of the optimizer that has it."""
-    first, _, rest = name.partition(".")
-    return rest if first in ("model", "extra") else name
+def group_number(*states: Any) -> Callable[[str], bool]:
+    """Return whether a leaf of a checkpoint is a number that each step takes from its group."""
+    names = {name.rpartition(".")[2] for name in optim.hyperparams(states)}
+    leaves = tuple(f".{path}" for state in states for path in state.params.layout.paths)
+    return lambda key: key.rpartition(".hyperparams.")[2] in names and not key.endswith(leaves)

@@ -89,6 +89,7 @@ def with_torch_state(
     The old state is not to be used again. If ``whole``, every leaf must be there.
     """
     optimizer, entries = groups.torch_optimizer, given.get("state", {})
+    groups.check_saved(state.opt_state, given["param_groups"])
     numbers = {"state": dict[int, Any](), "param_groups": given["param_groups"]}
     torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()

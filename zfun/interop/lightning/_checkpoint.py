@@ -23,7 +23,7 @@ from zfun import checkpoint as zcheckpoint
 from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
-from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups
+from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups, group_number
 from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
@@ -157,13 +157,15 @@ def load_states_of(
             "the same optimizers from configure_optimizers()",
             path=path,
         )
-    for one, numbers in zip(groups, checkpoint["optimizer_states"], strict=True):
+    for engine, one, numbers in zip(engines, groups, checkpoint["optimizer_states"], strict=True):
         given = {"state": dict[int, Any](), "param_groups": _torch_groups(numbers)}
+        one.check_saved(engine.state.opt_state, given["param_groups"])
         torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:
         engine.prepare()
-    loaded = zcheckpoint.load(path, joined([engine.state for engine in engines])).state
+    states = [engine.state for engine in engines]
+    loaded = zcheckpoint.load(path, joined(states), reset=group_number(*states)).state
     for index, engine in enumerate(engines):
         engine.zero_grad()
         engine.state = loaded if len(engines) == 1 else loaded[str(index)]

@@ -25,7 +25,7 @@ from zfun.collectives import Group, process_group
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop._named import first_names
-from zfun.interop.deepspeed.runtime import lr_schedules
+from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
@@ -168,8 +168,7 @@ class ZfunStrategy(DDPStrategy):
             optimizer = ConfiguredOptimizer(trained, recipe.rule)
             self.optimizers, self.lr_scheduler_configs = [optimizer], list[Any]()
             if recipe.scheduler is not None:
-                kind, options = recipe.scheduler
-                schedule = getattr(lr_schedules, kind)(optimizer, **options)
+                schedule = scheduler_of(recipe.scheduler, optimizer)
                 self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
         elif recipe.scheduler is not None:
             raise OptionError(

@@ -29,18 +29,19 @@ def prepared(cls: Any, **options: Any) -> tuple[Any, nn.Module, Any]:
     return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.5))
 
 
-def clipped(cls: Any, **options: Any) -> tuple[float, Any]:
+def clipped(cls: Any, bound: float = 0.25, **options: Any) -> tuple[float, Any]:
     accelerator, net, optimizer = prepared(cls, **options)
     accelerator.backward(net(torch.ones(2, 3)).square().mean() * 100)
-    norm = accelerator.clip_grad_norm_((p for p in net.parameters()), 0.25)
+    norm = accelerator.clip_grad_norm_((p for p in net.parameters()), bound)
     optimizer.step()
     return float(norm), accelerator.get_state_dict(net)
 
 
+@pytest.mark.parametrize("bound", [0.25, 0.0, 1e9])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_generator_of_parameters_is_clipped(stage: int) -> None:
-    norm, values = clipped(accelerate.Accelerator)
-    found, others = clipped(Accelerator, zero=stage)
+def test_a_generator_of_parameters_is_clipped(stage: int, bound: float) -> None:
+    norm, values = clipped(accelerate.Accelerator, bound)
+    found, others = clipped(Accelerator, bound, zero=stage)
     assert found == pytest.approx(norm)
     torch.testing.assert_close(others, values)
 

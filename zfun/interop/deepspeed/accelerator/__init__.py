@@ -220,9 +220,4 @@ def get_accelerator() -> DeepSpeedAccelerator:
     return DeepSpeedAccelerator()
 
 
-def is_current_accelerator_supported() -> bool:
-    """Return ``True``."""
-    return True
-
-
 __getattr__ = absent("accelerator", globals())

@@ -81,14 +81,6 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
     return None
 
 
-def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:
-    """Return a device mesh of torch over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
-
-
 def configure(*args: Any, **options: Any) -> None:
     """Do nothing: torch.profiler and ``zf.record`` measure collectives, so there is no log."""
 

@@ -122,10 +122,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def start_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Start:
     """Return the command of a command line, without starting it.
 
-    Args:
-        args: of :func:`parse_args`.
-        environment: the variables of this process.
-
     Raises:
         OptionError: a host or a number that does not fit, or a script that does not exist.
     """

@@ -14,8 +14,9 @@ import torch
 
 from zfun import tree
 from zfun.errors import OptionError
+from zfun.interop import _configured
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.ds_config import Rule, rule_for
+from zfun.interop.ds_config import Rule
 from zfun.interop.ds_config._optimizers import rule_of
 from zfun.interop.ds_config._values import checked
 from zfun.optim import Optimizer
@@ -102,14 +103,7 @@ class Described(torch.optim.Optimizer):
         return rule
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each parameter that has a gradient; inside of an engine do nothing.
-
-        Args:
-            closure: computes the loss and the gradients.
-
-        Returns:
-            The loss of the closure.
-        """
+        """Step the parameters with a gradient and return the loss; in an engine do nothing."""
         if self.is_attached:
             return None
         with torch.enable_grad():
@@ -130,9 +124,8 @@ class Described(torch.optim.Optimizer):
                 "without an engine; pass the optimizer to deepspeed.initialize(), and call "
                 "engine.step()"
             )
-        own = {name: group.get(name, value) for name, value in self.rule.options.items()}
-        lists = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
-        return rule_for(Rule(self.kind, lists))
+        make, options = _configured.rule_of(self, group)
+        return make(**options)
 
     def _step(self, rule: Optimizer, param: torch.Tensor) -> None:
         # A state dict of torch holds tensors and numbers, so the state is the leaves of zfun's.

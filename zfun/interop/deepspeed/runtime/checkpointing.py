@@ -50,18 +50,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose where :func:`checkpoint` keeps the inputs of a block.
+    """Choose where :func:`checkpoint` keeps the inputs of a block: in host memory, or in parts.
 
-    Args:
-        mpu_: an object with ``get_model_parallel_group()``, for ``partition_activations``.
-        deepspeed_config: the configuration, whose section ``activation_checkpointing`` counts
-            where an argument is ``None``.
-        partition_activations: whether model parallel ranks keep one part each.
-        contiguous_checkpointing: accepted and not used; the allocator keeps blocks.
-        num_checkpoints: accepted and not used.
-        checkpoint_in_cpu: whether the inputs are kept in host memory.
-        synchronize: accepted and not used.
-        profile: accepted and not used.
+    The arguments are DeepSpeed's; the section ``activation_checkpointing`` of a configuration
+    counts where an argument is ``None``. Only ``partition_activations``, with ``mpu_``, and
+    ``checkpoint_in_cpu`` are used: the allocator keeps blocks.
 
     Example:
         >>> configure(None, checkpoint_in_cpu=True)
@@ -105,13 +98,6 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
     States of :func:`get_rng_tracker` are restored too, as the generators are.
 
-    Args:
-        function: a block of the model.
-        args: of the function; tensors and anything else.
-
-    Returns:
-        The results of the function.
-
     Example:
         >>> x = torch.ones(2, requires_grad=True)
         >>> checkpoint(lambda x: (x * x).sum(), x).backward()
@@ -139,25 +125,6 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 non_reentrant_checkpoint = checkpoint
-
-
-class CheckpointFunction:
-    """DeepSpeed's class under :func:`checkpoint`."""
-
-    @staticmethod
-    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """Call :func:`checkpoint`, and add the results to a list.
-
-        Example:
-            >>> results = []
-            >>> CheckpointFunction.apply(lambda x: (x, x + 1), results, torch.ones(()))
-            (tensor(1.), tensor(2.))
-            >>> len(results)
-            2
-        """
-        found = checkpoint(run_function, *args)
-        all_outputs += found if isinstance(found, tuple) else (found,)
-        return found
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

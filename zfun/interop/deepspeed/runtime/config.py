@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 from zfun.errors import ConfigError, OptionError
 from zfun.interop.deepspeed import comm
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.ds_config import AutoValues, batch_of, solve_batch
+from zfun.interop.ds_config import AutoValues, batch_of
+from zfun.interop.ds_config._batch import elastic_batch
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._values import checked
@@ -24,7 +25,7 @@ from zfun.interop.ds_config._values import checked
 _Z = "zero_optimization"
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Values of the run that "auto" waits for, which is no mistake here.
-_PENDING = tuple(field.name for field in fields(AutoValues))
+PENDING = tuple(field.name for field in fields(AutoValues))
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ConfigError
 ElasticityIncompatibleWorldSize = OptionError
 
@@ -103,12 +104,7 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 class DeepSpeedConfig(SimpleNamespace):
-    """A configuration with the attributes of DeepSpeed's.
-
-    Args:
-        config: the configuration, or its path.
-        mpu: an object with ``get_data_parallel_world_size()``; by default all ranks count.
-        mesh_device: accepted and not used.
+    """A configuration with the attributes of DeepSpeed's; ``mesh_device`` is not used.
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.
@@ -157,7 +153,7 @@ def _values_of(keys: Mapping[str, Any], section: str) -> dict[str, Any]:
     Raises:
         ConfigError: keys of the section have mistakes.
     """
-    found = checked(keys, late=_PENDING)
+    found = checked(keys, late=PENDING)
     start = f"{section}." if section else ""
     mistakes = [one for one in found.mistakes if one.path.startswith(start)]
     if mistakes:
@@ -190,11 +186,8 @@ def compute_elastic_config(
 ) -> tuple[Any, ...]:
     """Return the batch size of a configuration with elasticity, and the numbers of ranks.
 
-    Args:
-        ds_config: the configuration.
-        target_deepspeed_version: accepted and not used.
-        world_size: ranks now; by default those of the launcher, where the number is needed.
-        return_microbatch: whether to return the micro-batch size, as with a ``world_size``.
+    With a ``world_size`` or ``return_microbatch`` the micro-batch size too. The launcher tells the
+    number of ranks where it is needed; ``target_deepspeed_version`` is not used.
 
     Raises:
         OptionError: there is no elasticity, or the number of ranks does not fit.
@@ -210,21 +203,10 @@ def compute_elastic_config(
             'write "elasticity": {"enabled": true, ...}'
         )
     given = ds_config["elasticity"]
-    version = float(given.get("version", 0.2))
     ranks = world_size
-    if not ranks and (return_microbatch or version == 0.2):
+    if not ranks and (return_microbatch or float(given.get("version", 0.2)) == 0.2):
         ranks = int(os.environ.get("WORLD_SIZE", "0"))
-    found = solve_batch(
-        given.get("max_train_batch_size", 2000),
-        given.get("micro_batch_sizes", [2, 4, 6]),
-        ranks or None,
-        min_ranks=given.get("min_gpus", 1),
-        max_ranks=given.get("max_gpus"),
-        prefer_larger=given.get("prefer_larger_batch", True),
-        version=version,
-        ranks_per_node=given.get("num_gpus_per_node", 1),
-        model_parallel=given.get("model_parallel_size", 1),
-    )
+    found = elastic_batch(given, ranks or None)
     sizes = (found.train, list(found.world_sizes))
     return (*sizes, found.micro) if world_size or return_microbatch else sizes
 

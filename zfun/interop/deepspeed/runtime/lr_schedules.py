@@ -8,16 +8,17 @@ import torch
 
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.ds_config._optimizers import Rule, completed, momentum_for, schedule_for
+from zfun.interop.ds_config._optimizers import (
+    RATES,
+    Rule,
+    completed,
+    momentum_for,
+    schedule_for,
+)
 
 
 class Scheduled:
     """A schedule over steps, by the keys that the configuration has for the type.
-
-    Args:
-        optimizer: with the parameter groups.
-        params: the keys of ``scheduler.params``, in DeepSpeed's order.
-        options: the keys by name.
 
     Attributes:
         last_batch_iteration: the number of the last step; -1 before the first.
@@ -36,13 +37,17 @@ class Scheduled:
         rule = completed(Rule(kind, given))
         self.last_batch_iteration = -1
         self.optimizer = optimizer
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if rule.is_absolute:
+            # Without warmup_max_lr, all warm up to the rate of the first group, which is Muon's.
+            rates = [groups[0].get("muon_lr", rates[0])] * len(groups)
         # A schedule counts steps from the last_batch_iteration of the configuration.
-        self._rates = [
-            schedule_for(rule, lr=float(group["lr"])) for group in optimizer.param_groups
-        ]
+        self._rates = [schedule_for(rule, lr=float(rate)) for rate in rates]
+        self._written = set(RATES) if rule.is_absolute else {"lr"}
         self._momentum = momentum_for(rule)
         if self._momentum is not None:
-            for group in optimizer.param_groups:
+            for group in groups:
                 group["max_momentum"] = rule.options["cycle_max_mom"]
         self._write()
 
@@ -51,8 +56,9 @@ class Scheduled:
         taken = self.last_batch_iteration + 1
         # A group that was added later keeps its own rate.
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate(taken)
-            if self._momentum is not None and "betas" in group:
+            group |= dict.fromkeys(self._written & group.keys(), rate(taken))
+            # DeepSpeed's Muon has no betas that a cycle changes.
+            if self._momentum is not None and "betas" in group and "muon_lr" not in group:
                 group["betas"] = (self._momentum(taken), 0.99)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -96,7 +102,7 @@ class WarmupLR(Scheduled):
 
 
 class WarmupDecayLR(Scheduled):
-    """A rise to ``warmup_max_lr``, then a straight fall to 0 at ``total_num_steps``."""
+    """A rise to ``warmup_max_lr``, then a straight fall to ``warmup_min_lr`` at the end."""
 
     order = ("total_num_steps", *WarmupLR.order)
 
@@ -131,5 +137,11 @@ class LRRangeTest(Scheduled):
 
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+def scheduler_of(rule: Rule, optimizer: torch.optim.Optimizer) -> Scheduled:
+    """Return the scheduler of a configuration for an optimizer."""
+    return globals()[rule.kind](optimizer, **rule.options)
+
 
 __getattr__ = absent("runtime.lr_schedules", globals())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from logging import INFO, getLevelNamesMapping, getLogger
-from pathlib import Path
+from logging import INFO, getLogger
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zfun import tree
 from zfun.interop.deepspeed._absent import absent
@@ -64,22 +63,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
         logger.log(level, "[rank %d] %s", rank, message)
 
 
-@functools.cache
-def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = INFO) -> None:
-    """Log a message on some ranks, once."""
-    log_dist(message, ranks, level)
-
-
-def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Log a message on rank 0."""
-    log_dist(message, [0])
-
-
-def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
-    """Choose the level of the log by its name."""
-    (custom_logger or logger).setLevel(getLevelNamesMapping()[log_level_str.upper()])
-
-
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
     """Log the memory of the device, with ``force``."""
     if force:
@@ -114,7 +97,7 @@ class OnDevice(contextlib.ContextDecorator):
 
     Example:
         >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
-        ...     layer = nn.Linear(2, 2)
+        ...     layer = torch.nn.Linear(2, 2)
         >>> layer.weight.dtype, layer.weight.device.type
         (torch.bfloat16, 'meta')
     """
@@ -148,48 +131,9 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return tree.map(copy, item)
 
 
-noop_context = contextlib.nullcontext
-
-
-def empty_cache() -> None:
-    """Return cached blocks of the CUDA allocator; on CPUs nothing."""
-    get_accelerator().empty_cache()
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators."""
-    import random
-
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
-
-
-def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Return whether the version of torch is in a range."""
-    now = tuple(map(int, torch.__version__.split(".")[:2]))
-    bounds = [
-        tuple(map(int, str(x or y).split(".")[:2]))
-        for x, y in ((min_version, "0.0"), (max_version, "999.0"))
-    ]
-    return bounds[0] <= now <= bounds[1]
-
-
 def is_moe_param(param: Tensor) -> bool:
     """Return whether DeepSpeed's experts own a parameter."""
     return hasattr(param, "allreduce") and not param.allreduce
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return ``(False, 0)``: DeepSpeed's experts are not there."""
-    return False, 0
 
 
 __getattr__ = absent("utils", globals())

@@ -6,7 +6,8 @@ Functions with ``full`` in the name have the whole value, and every rank must ca
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,120 +22,83 @@ from zfun.placement import S
 from zfun.transforms import unshard
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the whole value of a parameter, from the master weight if there is one.
+def _pair(place: str, kind: str) -> tuple[Callable[..., Tensor | None], Callable[..., None]]:
+    """Return the functions that read and write a kind of values, whole or of this rank."""
+    is_local, is_moment = place == "local", kind == "optimizer_state"
+    names = [f"safe_{way}_{place}_{kind}" for way in ("get", "set")]
 
-    Args:
-        param: a parameter of ``engine.module``.
+    def get(param: Tensor, optim_state_key: str = "") -> Tensor | None:
+        part = _part(param, kind, names[0], optim_state_key, is_local)
+        if part is None:
+            return None
+        value = part.local() if is_local else part.whole()
+        value = value.clone() if is_moment else value.float()
+        return value / part.scale if kind == "grad" else value
 
-    Returns:
-        The value; ``None`` for a parameter without an engine.
+    def set_(param: Tensor, value: Tensor, optim_state_key: str = "") -> None:
+        engine, leaf = _needed(param, names[1], None if is_local else value)
+        if kind != "fp32_param":
+            part = _part(param, kind, names[1], optim_state_key, is_local)
+            if part is not None:
+                part.write(value, local=is_local)
+            elif kind == "grad":
+                raise OptionError(
+                    f"{names[1]}() changes a gradient of backward(); got a parameter without one; "
+                    "call engine.backward(loss) first"
+                )
+        elif not is_local:
+            with torch.no_grad():
+                engine.replace({leaf: value})
+        elif engine.state.params.placement is S:
+            for copy in _copies(engine, leaf):
+                copy.write(value, local=True)
+        else:
+            raise OptionError(
+                f"a rank has elements of its own at stage 3; got {names[1]}() of {leaf!r} at "
+                "another stage; call safe_set_full_fp32_param()"
+            )
 
-    Example:
-        >>> safe_get_full_fp32_param(torch.nn.Linear(1, 1).weight) is None
-        True
-    """
-    return None if (part := _fp32(param)) is None else part.whole().float()
+    whose = "this rank's elements" if is_local else "the whole values"
+    for function, name in zip((get, set_), names, strict=True):
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = f"{name[5:8].capitalize()} {whose} of a parameter of an engine."
+    return get, set_
 
 
-def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the whole value of a parameter, and of its master weight.
-
-    Args:
-        param: a parameter of ``engine.module``.
-        value: of the parameter's shape, the same on every rank.
-
-    Raises:
-        OptionError: the parameter has no engine, or another shape.
-    """
-    engine, name = _needed(param, "safe_set_full_fp32_param", value)
-    with torch.no_grad():
-        engine.replace({name: value})
+# Parameters are those of the master weights. Gradients are what the step will take, the mean over
+# the ranks without the loss scale, and None before backward. Moments have torch's names: "exp_avg".
+safe_get_full_fp32_param, safe_set_full_fp32_param = _pair("full", "fp32_param")
+safe_get_local_fp32_param, safe_set_local_fp32_param = _pair("local", "fp32_param")
+safe_get_full_grad, safe_set_full_grad = _pair("full", "grad")
+safe_get_local_grad, safe_set_local_grad = _pair("local", "grad")
+safe_get_full_optimizer_state, safe_set_full_optimizer_state = _pair("full", "optimizer_state")
+safe_get_local_optimizer_state, safe_set_local_optimizer_state = _pair("local", "optimizer_state")
 
 
-def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """Return this rank's elements of a parameter, or of its master weight."""
-    return None if (part := _fp32(param)) is None else part.local().float()
-
-
-def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's elements of a parameter of stage 3, and of its master weight."""
-    engine, name = _needed(param, "safe_set_local_fp32_param")
-    if engine.state.params.placement is not S:
+def _part(param: Tensor, kind: str, function: str, key: str, is_local: bool) -> Any:
+    """Return the values of a kind; ``None`` for a parameter without an engine, or without any."""
+    if (found := _of(param)) is None:
+        return None
+    engine, name = found
+    if kind == "fp32_param":
+        return _copies(engine, name)[0]
+    if kind == "optimizer_state":
+        return _moments(engine, name, key)
+    with torch._C.DisableTorchFunctionSubclass():
+        # A read by the live parameter communicates.
+        is_shown = name in engine._shown and param.grad is not None
+    if is_shown and is_local:
         raise OptionError(
-            "a rank has elements of its own at stage 3; got safe_set_local_fp32_param() of "
-            f"{name!r} at another stage; call safe_set_full_fp32_param()"
+            f"{function}() takes the elements of one rank; got a gradient that a read of .grad has "
+            f"made whole; call {function.replace('local', 'full')}()"
         )
-    for part in _copies(engine, name):
-        part.write(value, local=True)
-
-
-def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return the whole gradient that the calls of a step have so far, without the loss scale.
-
-    Returns:
-        The mean over the ranks, as the step will take; ``None`` before backward.
-    """
-    part = _shown(param) or _grad(param)
-    return None if part is None else part.whole().float() / part.scale
-
-
-def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the whole gradient of a parameter for the next step, the same on every rank."""
-    _needed(param, "safe_set_full_grad", value)
-    (_shown(param) or _needed_grad(param, "safe_set_full_grad")).write(value)
-
-
-def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """Return this rank's elements of the gradient, without the loss scale.
-
-    Raises:
-        OptionError: a read of ``.grad`` has made the gradient whole on each rank.
-    """
-    _check_in_parts(param, "safe_get_local_grad")
-    return None if (part := _grad(param)) is None else part.local().float() / part.scale
-
-
-def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Set this rank's elements of the gradient for the next step."""
-    _check_in_parts(param, "safe_set_local_grad")
-    _needed_grad(param, "safe_set_local_grad").write(value, local=True)
-
-
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return the whole moments of a parameter.
-
-    Args:
-        param: a parameter of ``engine.module``.
-        optim_state_key: as torch names the moments: ``"exp_avg"``, ``"exp_avg_sq"``,
-            ``"momentum_buffer"``.
-
-    Returns:
-        The moments; ``None`` for a parameter without an engine, or one that is not trained.
-
-    Raises:
-        OptionError: the optimizer has no moments of this name.
-    """
-    return None if (part := _moments(param, optim_state_key)) is None else part.whole()
-
-
-def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set the whole moments of a parameter, the same on every rank."""
-    _needed(param, "safe_set_full_optimizer_state", value)
-    if (part := _moments(param, optim_state_key)) is not None:
-        part.write(value)
-
-
-def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return this rank's elements of the moments of a parameter."""
-    return None if (part := _moments(param, optim_state_key)) is None else part.local().clone()
-
-
-def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's elements of the moments of a parameter."""
-    _needed(param, "safe_set_local_optimizer_state")
-    if (part := _moments(param, optim_state_key)) is not None:
-        part.write(value, local=True)
+    # A read also adds the passes since the last one; every rank has shown the same gradients.
+    if is_shown and param.grad is not None:
+        return _ShownGrad(param.grad, engine.loss_scale)
+    grads = engine.grads
+    if grads is None or name not in grads.layout.paths:
+        return None
+    return _LeafCopy(grads, name, engine.loss_scale)
 
 
 class _LeafCopy(NamedTuple):
@@ -179,7 +143,7 @@ class _ShownGrad(NamedTuple):
     def whole(self) -> Tensor:
         return self.grad.clone()
 
-    def write(self, value: Tensor) -> None:
+    def write(self, value: Tensor, *, local: bool = False) -> None:
         self.grad.copy_(value * self.scale)
 
 
@@ -216,48 +180,7 @@ def _copies(engine: Engine, name: str) -> list[_LeafCopy]:
     return [_LeafCopy(x, name) for x in flats if x is not None and name in x.layout.paths]
 
 
-def _fp32(param: Tensor) -> _LeafCopy | None:
-    return None if (found := _of(param)) is None else _copies(*found)[0]
-
-
-def _grad(param: Tensor) -> _LeafCopy | None:
-    found = _of(param)
-    if found is None or (grads := found[0].grads) is None or found[1] not in grads.layout.paths:
-        return None
-    return _LeafCopy(grads, found[1], found[0].loss_scale)
-
-
-def _shown(param: Tensor) -> _ShownGrad | None:
-    found = _of(param)
-    if found is None or found[1] not in found[0]._shown:
-        return None
-    # Also adds the passes since the last read; every rank has shown the same gradients.
-    grad = param.grad
-    return None if grad is None else _ShownGrad(grad, found[0].loss_scale)
-
-
-def _check_in_parts(param: Tensor, function: str) -> None:
-    if _shown(param) is not None:
-        raise OptionError(
-            f"{function}() takes the elements of one rank; got a gradient that a read of .grad has "
-            f"made whole; call {function.replace('local', 'full')}()"
-        )
-
-
-def _needed_grad(param: Tensor, function: str) -> _LeafCopy:
-    part = _grad(param)
-    if part is None:
-        raise OptionError(
-            f"{function}() changes a gradient of backward(); got a parameter without one; call "
-            "engine.backward(loss) first"
-        )
-    return part
-
-
-def _moments(param: Tensor, key: str) -> _LeafCopy | None:
-    if (found := _of(param)) is None:
-        return None
-    engine, name = found
+def _moments(engine: Engine, name: str, key: str) -> _LeafCopy | None:
     own = {
         TORCH_NAMES.get(field := path.rpartition(".")[2], field): part
         for path, part in zip(*parts_of(engine.state.opt_state), strict=True)

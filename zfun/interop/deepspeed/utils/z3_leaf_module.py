@@ -30,7 +30,7 @@ def set_z3_leaf_modules(
         >>> len(set_z3_leaf_modules(nn.Sequential(nn.Linear(1, 1)), [nn.Linear]))
         1
     """
-    return _marked(model, leaf_module_classes, _is_of_class, True, raise_if_not_found)
+    return _marked(model, leaf_module_classes, _is_of_class, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(
@@ -38,8 +38,7 @@ def set_z3_leaf_modules_by_name(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules of some names in the model; return these, and names without a module."""
     is_named = lambda name, _, wanted: name == wanted
-    found = _marked(model, module_names, is_named, True, raise_if_not_found)
-    return found, _missing(model, module_names, is_named)
+    return _marked(model, module_names, is_named, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -47,15 +46,14 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end so; return these, and ends without a module."""
     ends = lambda name, _, x: name == x or name.endswith(f".{x.lstrip('.')}")
-    found = _marked(model, module_name_suffixes, ends, True, raise_if_not_found)
-    return found, _missing(model, module_name_suffixes, ends)
+    return _marked(model, module_name_suffixes, ends, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of :func:`set_z3_leaf_modules`."""
-    return _marked(model, leaf_module_classes, _is_of_class, False, raise_if_not_found)
+    return _marked(model, leaf_module_classes, _is_of_class, raise_if_not_found, flag=False)[0]
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -85,15 +83,11 @@ def _is_of_class(name: str, module: nn.Module, wanted: Any) -> bool:
     return isinstance(module, wanted)
 
 
-def _missing(model: nn.Module, wanted: Sequence[str], fits: Any) -> list[str]:
-    names = [name for name, _ in model.named_modules()]
-    return [x for x in wanted if not any(fits(name, None, x) for name in names)]
-
-
 def _marked(
-    model: nn.Module, wanted: Sequence[Any], fits: Any, flag: bool, must: bool
-) -> list[nn.Module]:
-    wanted, named = list(wanted), model.named_modules()
+    model: nn.Module, wanted: Sequence[Any], fits: Any, must: bool, *, flag: bool = True
+) -> tuple[list[nn.Module], list[Any]]:
+    """Mark the modules that fit; return these, and the wanted ones without any."""
+    wanted, named = list(wanted), list(model.named_modules())
     found = [module for name, module in named if any(fits(name, module, x) for x in wanted)]
     if not found and must:
         shown = [x if isinstance(x, str) else x.__name__ for x in wanted]
@@ -103,7 +97,7 @@ def _marked(
         )
     for module in found:
         set_z3_leaf_module(module, flag)
-    return found
+    return found, [x for x in wanted if not any(fits(*one, x) for one in named)]
 
 
 class _Callable(ModuleType):

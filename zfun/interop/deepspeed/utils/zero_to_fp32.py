@@ -51,12 +51,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the weights of a checkpoint in float32, by the module's names.
 
-    Args:
-        checkpoint_dir: the directory given to ``save_checkpoint``.
-        tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
-        exclude_frozen_parameters: whether to leave out parameters that are not trained, which are
-            those without moments of the optimizer.
-        lazy_mode: accepted and not used; ``zf.sources.deepspeed`` reads one leaf at a time.
+    The arguments are DeepSpeed's. Frozen parameters are those without moments of the optimizer, and
+    ``lazy_mode`` is not used: ``zf.sources.deepspeed`` reads one leaf at a time.
 
     Returns:
         The parameters, from the master weights where there are any, and the buffers. A tied
@@ -95,14 +91,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the weights of a checkpoint in float32 as files that ``from_pretrained`` reads.
 
-    Args:
-        checkpoint_dir: the directory given to ``save_checkpoint``.
-        output_dir: the folder of the files; made if missing.
-        max_shard_size: the largest safetensors file, such as ``"5GB"``; ``None`` for one file.
-        safe_serialization: whether to write safetensors, and not one ``pytorch_model.bin``.
-        tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
-        exclude_frozen_parameters: whether to leave out parameters that are not trained, which are
-            those without moments of the optimizer.
+    The arguments are DeepSpeed's: safetensors of at most ``max_shard_size`` with
+    ``safe_serialization``, and else one ``pytorch_model.bin``.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -130,15 +120,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> torch.nn.Module:
-    """Load the weights of a checkpoint into a module on the CPU.
-
-    Args:
-        model: the module.
-        checkpoint_dir: the directory given to ``save_checkpoint``.
-        tag: the tag given to ``save_checkpoint``; by default the one that ``latest`` names.
-
-    Returns:
-        The module.
+    """Load the weights of a checkpoint into a module on the CPU, and return the module.
 
     Example:
         >>> import tempfile
@@ -156,14 +138,10 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Return a file for ``torch.load`` with the client state and the counters of a checkpoint.
+    """Return a file for ``torch.load`` with the client state and the counters of one tag.
 
     For a checkpoint of ``engine.save_checkpoint`` the file is a new one, which goes at the end of
     the process, and has no weights.
-
-    Args:
-        checkpoint_dir: the directory of one tag.
-        zero_stage: of the run, as the first of :func:`get_optim_files` tells.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -178,13 +156,10 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Return files for ``torch.load``, one for each rank, with the stage of a checkpoint.
+    """Return files for ``torch.load``, one for each rank, with the stage of one tag.
 
     For a checkpoint of ``engine.save_checkpoint``, which any stage loads, there is one new file
     without moments.
-
-    Args:
-        checkpoint_dir: the directory of one tag.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -241,10 +216,14 @@ def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
     return joined(joined(params, Source(known, str(path))), found.buffers)
 
 
-def _opened(path: Path, tag: str | None) -> TrainingState:
+def latest_of(path: Path) -> str | None:
+    """Return the tag that ``latest`` names, if there is one."""
     latest = path / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+def _opened(path: Path, tag: str | None) -> TrainingState:
+    tag = latest_of(path) if tag is None else tag
     folder = path if tag is None else path / tag
     if not folder.is_dir():
         raise CheckpointError(

@@ -25,7 +25,7 @@ from zfun.interop.ds_config.table._keys import (
 )
 
 _ADAMS = ("Adam", "AdamW")
-_WITH_BETAS = (*_ADAMS, "Lamb", "OneBitAdam", "Muon")
+_WITH_BETAS = (*_ADAMS, "Lamb", "OneBitAdam")
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 OPTIMIZERS = ("AdamW", "Adam", "Lamb", "Lion", "Adagrad", "SGD", "OneBitAdam", "Muon")
@@ -61,7 +61,8 @@ def _eps(default: float, fill: Fill) -> Key:
 _PAIR = filled("betas", lambda x: (float(x[0]), float(x[1])))
 _EPS = filled("eps")
 _ONE_RULE = "there is one implementation of each rule"
-_OWN_RATE = "by default lr; a schedule keeps the ratio to lr"
+_OWN_RATE = "by default lr; a schedule that multiplies keeps the ratio to lr"
+_ADAM_RATE = f"{_OWN_RATE}; 0.0003 where lr is not written"
 
 
 def _if_auto(fill: Fill) -> Fill:
@@ -71,13 +72,14 @@ def _if_auto(fill: Fill) -> Fill:
 
 # fmt: off
 _OPTIMIZERS = (
-    *of((*_ADAMS, "Lamb", "OneBitAdam", "Lion", "Muon"), _rate(1e-3)),
+    *of((*_ADAMS, "Lamb", "OneBitAdam", "Lion"), _rate(1e-3)),
     *of("SGD", _rate(1e-3)),
     *of("Adagrad", _rate(1e-2)),
     *of(_WITH_BETAS, _betas(0.9, 0.999, _PAIR), _eps(1e-8, _EPS)),
     *of("Lion", _betas(0.9, 0.99, _if_auto(_PAIR))),
-    *of("Adagrad", _eps(1e-10, _if_auto(_EPS))),
-    *of((*_WITH_BETAS, "Lion", "Adagrad", "SGD"),
+    *of("Muon", _rate(0.02), _betas(0.9, 0.95, _if_auto(_PAIR))),
+    *of(("Adagrad", "Muon"), _eps(1e-10, _if_auto(_EPS))),
+    *of((*_WITH_BETAS, "Lion", "Adagrad", "SGD", "Muon"),
         mapped("weight_decay", 0.0, "zf.optim: weight_decay", real(0), fill=filled("weight_decay")),
     ),
     *of("Adam",
@@ -118,7 +120,7 @@ _OPTIMIZERS = (
         mapped("momentum", 0.95, "zf.optim.muon(momentum=)", real(0, below=1)),
         mapped("muon_lr", None, "zf.optim.muon(learning_rate)", optional(RATE), _OWN_RATE),
         mapped("adam_lr", None, "zf.optim.muon(rest=zf.optim.adamw(learning_rate))", optional(RATE),
-            _OWN_RATE),
+            _ADAM_RATE),
         mapped("nesterov", True, "zf.optim.muon(nesterov=)"),
     ),
     *of(TORCH_OPTIMIZERS, _rate(1e-3, "zf.optim.from_torch(lr=)")),

@@ -128,12 +128,8 @@ _SAME_VALUES = (_GET_DATA, Tensor.detach, Tensor.detach_)
 class Pieces(TensorOwner):
     """The owner before ``initialize``: every rank has an equal piece of each parameter.
 
-    The pieces lie in the parameters' attributes ``ds_tensor``, one after the other by rank; the
-    last one has padding.
-
-    Args:
-        group: the ranks.
-        folder: of files whose memory the pieces are; ``None`` for memory of the device.
+    The pieces are the parameters' attributes ``ds_tensor``, one after the other by rank; the last
+    one has padding. They are memory of the device, or of files in a folder.
     """
 
     def __init__(self, group: Group, folder: Path | None = None) -> None:

@@ -21,6 +21,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher
 from zfun.interop.deepspeed.accelerator import get_accelerator  # noqa: F401
+from zfun.interop.deepspeed.runtime.config import PENDING
 from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     Pieces,
     TensorOwner,
@@ -35,6 +36,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     told,
 )
 from zfun.interop.ds_config._read import read
+from zfun.interop.ds_config._values import checked
 from zfun.interop.engine._parameter import NO_VALUES
 from zfun.ops import fingerprint
 
@@ -62,20 +64,9 @@ class Init:
     values. All ranks have the values of rank 0, and must touch the same parameters. ``initialize``
     takes the module, at any stage; :class:`GatheredParameters` shows values.
 
-    Args:
-        module: a complete module, whose parameters are cut at once.
-        data_parallel_group: the ranks that hold pieces; by default all.
-        mem_efficient_linear: accepted and not used.
-        remote_device: ``"nvme"`` keeps pieces in files of the folder ``offload_param.nvme_path``
-            of the configuration; by default the device of ``offload_param``.
-        pin_memory: accepted and not used.
-        config_dict_or_path: the configuration, which may choose bf16 or fp16.
-        config: the same by an older name.
-        enabled: ``False`` makes the context do nothing.
-        dtype: the dtype of floating parameters; by default the configuration's, or their own.
-        mpu: an object with ``get_data_parallel_group()``.
-        sequence_data_parallel_group: the same as ``data_parallel_group``.
-        more: other arguments of DeepSpeed's; accepted and not used.
+    The arguments are DeepSpeed's. ``remote_device="nvme"`` keeps pieces in files of the folder
+    ``offload_param.nvme_path`` of the configuration. ``mem_efficient_linear``, ``pin_memory`` and
+    arguments that are not named here are not used.
 
     Raises:
         OptionError: ``remote_device`` is another place, or has no folder; or, at the end, a
@@ -113,8 +104,11 @@ class Init:
         if not enabled:
             return
         keys = {} if chosen is None else read(chosen)[0]
-        self._dtype = dtype if dtype is not None else _half_of(keys)
-        folder = _folder_of(keys, remote_device)
+        values = checked(keys, late=PENDING).values.found
+        halves = {torch.bfloat16: values["bf16.enabled"], torch.float16: values["fp16.enabled"]}
+        half = next((half for half, is_on in halves.items() if is_on), None)
+        self._dtype = half if dtype is None else dtype
+        folder = _folder_of(values, remote_device)
         ranks = data_parallel_group or sequence_data_parallel_group
         if ranks is None and mpu is not None:
             ranks = mpu.get_data_parallel_group()
@@ -195,14 +189,11 @@ register_module_module_registration_hook(_each(Init.on_module))
 
 
 class _TouchedParams(TorchFunctionMode):
-    """Gathers a partitioned parameter before a function of torch reads or writes it.
-
-    Args:
-        root: the rank whose values all ranks take.
-    """
+    """Gathers a partitioned parameter before a function of torch reads or writes it."""
 
     def __init__(self, root: int) -> None:
         super().__init__()
+        # The rank whose values all ranks take.
         self._root = root
         self._open: dict[int, GatheredParameters] = {}
         # Values of parameters that are cut again, while a view of them lives.
@@ -256,20 +247,18 @@ def _is_shared(value: Tensor) -> bool:
     return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
-def _folder_of(keys: Mapping[str, Any], remote_device: str | None) -> Path | None:
+def _folder_of(values: Mapping[str, Any], remote_device: str | None) -> Path | None:
     """Return the folder of pieces on a disk; ``None`` for pieces in memory."""
-    section: Any = keys
-    for name in ("zero_optimization", "offload_param"):
-        section = found if isinstance(found := section.get(name), Mapping) else {}
-    place = section.get("device") if remote_device is None else remote_device
-    if place in (None, "none", "cpu"):
+    section = "zero_optimization.offload_param"
+    place = values[f"{section}.device"] if remote_device is None else remote_device
+    if place in ("none", "cpu"):
         return None
     if place != "nvme":
         raise OptionError(
             f"zero.Init keeps pieces in memory or on a disk; got remote_device={place!r}; pass "
             "'cpu' or 'nvme'"
         )
-    if not isinstance(folder := section.get("nvme_path"), str):
+    if (folder := values[f"{section}.nvme_path"]) is None:
         raise OptionError(
             "zero.Init keeps pieces on a disk in a folder of the configuration; got no "
             "zero_optimization.offload_param.nvme_path; write it, or pass remote_device='cpu'"
@@ -277,25 +266,12 @@ def _folder_of(keys: Mapping[str, Any], remote_device: str | None) -> Path | Non
     return Path(folder)
 
 
-def _half_of(keys: Mapping[str, Any]) -> torch.dtype | None:
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        section = keys.get(name, {})
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return None
-
-
 class GatheredParameters:
     """A context in which partitioned parameters are whole.
 
-    Parameters that are not partitioned are left alone, as in DeepSpeed: at stages 0 to 2, after
-    ``initialize``, the parameters of the module are always whole.
-
-    Args:
-        params: a parameter or parameters.
-        modifier_rank: the rank whose changes all ranks take at the end; ``None`` for none.
-        fwd_module: accepted and not used.
-        enabled: ``False`` makes the context do nothing.
+    At its end all ranks take the changes of ``modifier_rank``. Parameters that are not partitioned
+    are left alone, as in DeepSpeed: at stages 0 to 2, after ``initialize``, the parameters of the
+    module are always whole. ``fwd_module`` is not used.
 
     Raises:
         OptionError: values changed and there is no ``modifier_rank``, so that the changes would be

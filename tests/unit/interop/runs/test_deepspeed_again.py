@@ -246,12 +246,28 @@ def test_rank_0_saves_a_model_alone_with_the_weights_of_the_engine(
     torch.testing.assert_close(dict(torch.load(tmp_path / "weights.pt")), wanted, rtol=0, atol=0)
 
 
-def test_a_schedule_changes_the_own_rates_and_numbers_of_muon() -> None:
+WARMUP = {"warmup_num_steps": 2, "warmup_type": "linear"}
+CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.02, "cycle_first_step_size": 8}
+
+
+# By kind, the rates of the parts for get_lr() 1, and get_lr() of the last step.
+@pytest.mark.parametrize(
+    ("kind", "more", "muon", "adam", "last"),
+    [
+        ("WarmupCosineLR", {**WARMUP, "total_num_steps": 20}, 0.5, 0.25, 0.046651),
+        ("WarmupLR", {**WARMUP, "warmup_max_lr": 0.02}, 1, 1, 0.02),
+        ("WarmupLR", WARMUP, 1, 1, 0.025),
+        ("WarmupDecayLR", {**WARMUP, "warmup_max_lr": 0.02, "total_num_steps": 10}, 1, 1, 0.015),
+        ("OneCycle", CYCLE, 1, 1, 0.01625),
+    ],
+)
+def test_a_schedule_changes_the_own_rates_and_numbers_of_muon(
+    kind: str, more: dict[str, Any], muon: float, adam: float, last: float
+) -> None:
     own = {"lr": 0.05, "muon_lr": 0.025, "adam_lr": 0.0125}
-    cosine = {"total_num_steps": 20, "warmup_num_steps": 2, "warmup_type": "linear"}
     section = {
         "optimizer": {"type": "Muon", "params": own},
-        "scheduler": {"type": "WarmupCosineLR", "params": cosine},
+        "scheduler": {"type": kind, "params": more},
         "gradient_clipping": 0.0,
         "gradient_accumulation_steps": 1,
     }
@@ -274,9 +290,9 @@ def test_a_schedule_changes_the_own_rates_and_numbers_of_muon() -> None:
         params = {name: x.detach() for name, x in model.named_parameters()}
         state: Any = None
         for step, rate in enumerate(rates):
-            decay, momentum, b1, b2 = (0.5, 0.5, 0.5, 0.6) if step >= 3 else (0.0, 0.95, 0.9, 0.999)
-            rest = zf.optim.adamw(rate / 4, b1=b1, b2=b2, weight_decay=decay)
-            rule = zf.optim.muon(rate / 2, rest, momentum=momentum, weight_decay=decay)
+            decay, momentum, b1, b2 = (0.5, 0.5, 0.5, 0.6) if step >= 3 else (0.0, 0.95, 0.9, 0.95)
+            rest = zf.optim.adamw(rate * adam, b1=b1, b2=b2, eps=1e-10, weight_decay=decay)
+            rule = zf.optim.muon(rate * muon, rest, momentum=momentum, weight_decay=decay)
             state = rule.init(params) if state is None else state
             x, y = batch(step, 0, 1)
             model.zero_grad()
@@ -289,9 +305,54 @@ def test_a_schedule_changes_the_own_rates_and_numbers_of_muon() -> None:
 
     for stage in (0, 1, 3):
         rates, found = zf.simulate(1, partial(main, stage=stage))[0]
-        assert len(set(rates)) > 3
+        assert len(set(rates)) > 2
+        assert rates[-1] == pytest.approx(last, rel=1e-3)
         for name, value in expected(rates).items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_resumed_run_of_muon_has_the_rates_of_the_saved_one(steps: int, tmp_path: Path) -> None:
+    def begun(group: zf.Group, rate: float) -> Any:
+        own = {"lr": rate, "muon_lr": 0.02, "adam_lr": 3e-4}
+        return made(group, 2, net(), optimizer={"type": "Muon", "params": own})
+
+    def main(group: zf.Group) -> None:
+        engine, other, third = begun(group, 0.05), begun(group, 0.1), begun(group, 0.1)
+        decay = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer.optimizer, 0.5)
+        for step in range(steps):
+            trained(engine, group, step, 1)
+            decay.step()
+        engine.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
+        third.load_module_state_dict(weights(engine))
+        third.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        expected = trained(engine, group, steps, 2)
+        for resumed in (other, third):
+            assert trained(resumed, group, steps, 2) == expected
+            torch.testing.assert_close(weights(resumed), weights(engine), rtol=0, atol=0)
+
+    zf.simulate(2, main)
+
+
+def test_set_lr_sets_the_rates_of_both_parts_of_muon() -> None:
+    def main(group: zf.Group, **params: float) -> Any:
+        engine = made(group, 1, net(), optimizer={"type": "Muon", "params": params})
+        engine.set_lr(0.01)
+        return trained(engine, group, 0, 2)
+
+    expected = zf.simulate(1, partial(main, lr=0.01))
+    assert zf.simulate(1, partial(main, muon_lr=0.02, adam_lr=3e-4)) == expected
+
+
+def test_all_groups_warm_up_to_the_rate_of_the_first() -> None:
+    layer = nn.Linear(2, 1)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=0.4)
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, 0.0, None, 2, "linear")
+    for _ in range(4):
+        schedule.step()
+    assert schedule.get_lr() == [0.4, 0.4]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
