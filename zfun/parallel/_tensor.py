@@ -55,7 +55,8 @@ def tensor_parallel(
     ``embedding_rowwise``             S            a rank looks up the ids that it has, ``P -> R``
     ``replicated_with_grad_allreduce``  R          any, on values that differ between ranks, such
                                                    as a norm of each head; gradients are added
-    ``sequence_parallel``             R            any, on tokens of this rank; gradients are added
+    ``sequence_parallel``             R            a norm of this rank's tokens, whose results are
+                                                   joined, or an embedding; gradients are added
     ================================  ===========  ==============================================
 
     Other leaves are whole, and used on whole values. Gradients of whole leaves are equal on all
@@ -67,9 +68,10 @@ def tensor_parallel(
             than the data's.
         plan: styles, by names or as :class:`zfun.parallel.TensorStyle`, by globs of paths of leaves
             or of the modules that have them. The first glob that matches counts.
-        sequence_dim: cut activations outside of the matrices along this dimension, where the
-            sequence lies, to hold and compute ``1/size`` of them. Sums become reduce-scatters and
-            all-gathers, which send as much. Leaves without a style are ``sequence_parallel``.
+        sequence_dim: cut activations between the matrices along this dimension, where the sequence
+            lies, so that a rank holds ``1/size`` of them and of the norms' work. Sums become
+            reduce-scatters, and norms end in all-gathers; together these send as much. Leaves
+            without a style are ``sequence_parallel``.
 
     Returns:
         A loss of this rank's pieces; :func:`zfun.zero` cuts the whole tree for it.

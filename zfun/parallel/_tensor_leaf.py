@@ -44,22 +44,34 @@ class Region:
         self.sequence_dim = sequence_dim
         self.source = BucketSource(lambda leaf: cast("StyledLeaf", leaf).value())
         self._last = threading.local()
+        # Of a sequence that a norm has joined.
+        self._length = 0
 
     def enter(self, x: Tensor) -> Tensor:
         """Return an activation for use with leaves that are cut; the same one for the same tensor.
 
         So q, k and v share one sum in backward.
         """
+        dim = self.sequence_dim
+        if dim is not None and self._length and x.shape[dim] == self._length:
+            return x
         key, entered = getattr(self._last, "entered", (None, None))
         is_tracked = torch.is_grad_enabled()
         if key is not None and key[0]() is x and key[1] == is_tracked:
             return cast("Tensor", entered)
-        if self.sequence_dim is None:
+        if dim is None:
             entered = collectives.enter(x, self.axis, name=_NAME)
         else:
-            entered = collectives.all_gather(x, self.axis, self.sequence_dim, name=_NAME)
+            entered = collectives.all_gather(x, self.axis, dim, name=_NAME)
         self._last.entered = ((weakref.ref(x), is_tracked), entered)
         return entered
+
+    def join(self, x: Tensor) -> Tensor:
+        """Join the tokens of all ranks, after a norm."""
+        assert self.sequence_dim is not None
+        x = collectives.all_gather(x, self.axis, self.sequence_dim, name=_NAME)
+        self._length = x.shape[self.sequence_dim]
+        return x
 
     def leave(self, x: Tensor) -> Tensor:
         """Add the parts of all ranks."""
@@ -146,27 +158,39 @@ def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = f"an attribute ({getattr(func, '__self__', func)})"
-    options = dict(zip(kwargs, _values(kwargs.values(), name), strict=True))
-    return func(*_values(args, name), **options)
+    norms: list[StyledLeaf] = []
+    options = dict(zip(kwargs, _values(kwargs.values(), name, norms), strict=True))
+    out = func(*_values(args, name, norms), **options)
+    if not norms:
+        return out
+    (norm, *_), dim = norms, norms[0].region.sequence_dim
+    if not isinstance(out, Tensor) or dim is None or out.dim() <= dim:
+        raise norm.refusal(name)
+    return norm.region.join(out)
 
 
-def _values(arguments: Iterable[Any], name: str) -> list[Any]:
+def _values(arguments: Iterable[Any], name: str, norms: list[StyledLeaf]) -> list[Any]:
+    """Replace styled leaves by their values, and note those whose results are joined."""
     found: list[Any] = []
     for value in arguments:
         if type(value) is StyledLeaf:
             if value.style.name not in SUMMED:
                 raise value.refusal(name)
+            if value.style.name == "sequence_parallel":
+                norms.append(value)
             value = value.value()
         elif type(value) in (tuple, list):
-            value = type(value)(_values(value, name))
+            value = type(value)(_values(value, name, norms))
         found.append(value)
     return found
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` with a matrix that is cut."""
+    if type(weight) is StyledLeaf and weight.style.name == "sequence_parallel":
+        raise weight.refusal("F.linear")
     if type(weight) is not StyledLeaf or weight.style.name in SUMMED or type(x) is StyledLeaf:
-        return _plainly(F.linear, (x, weight), {"bias": bias})
+        return cast("Tensor", _plainly(F.linear, (x, weight), {"bias": bias}))
     style, region = weight.style.name, weight.region
     rows = _bias_of(weight, bias)
     matrix = weight.tensor()
@@ -196,7 +220,10 @@ def _bias_of(weight: StyledLeaf, bias: Tensor | None) -> Tensor | None:
         if bias.style.name in SUMMED:
             return bias.value()
         if bias.style.name == weight.style.name:
-            return bias.tensor()
+            rows, region = bias.tensor(), weight.region
+            if region.sequence_dim is None or weight.style.name in OUTPUT_CUT:
+                return rows
+            return collectives.enter(rows, region.axis, name="grads")
     elif weight.style.name not in OUTPUT_CUT:
         return bias
     raise LeafError(
@@ -217,7 +244,7 @@ def _embedding(
 ) -> Tensor:
     """``F.embedding`` with a table whose rows are cut: a rank looks up the ids that it has."""
     if type(weight) is not StyledLeaf or weight.style.name not in (*SUMMED, "embedding_rowwise"):
-        return _plainly(F.embedding, (ids, weight), {})
+        return cast("Tensor", _plainly(F.embedding, (ids, weight), {}))
     region, name = weight.region, weight.style.name
     if name in SUMMED:
         if name == "sequence_parallel":

@@ -20,7 +20,7 @@ USES: Mapping[str, str] = {
     "packed_rowwise": "F.linear(x, leaf, bias)",
     "rowwise_split_input": "F.linear(x, leaf, bias)",
     "embedding_rowwise": "F.embedding(ids, leaf), and in F.linear(x, leaf) as a tied head",
-    "sequence_parallel": "any function of values that are cut along the sequence",
+    "sequence_parallel": "F.embedding(ids, leaf) or a norm, of this rank's tokens",
     "replicated_with_grad_allreduce": "any function of values that differ between ranks",
 }
 # Whole leaves, whose gradients are parts of a sum.

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import zfun as zf
 from tests.conftest import FORM
 from zfun.collectives import Group
-from zfun.parallel import ModelAxis, TensorStyle, vocab_cross_entropy
+from zfun.parallel import ModelAxis, ParallelLoss
 from zfun.testing import same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -38,9 +38,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**{**GROUPED, "tie_word_embeddings": True})
     ),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**GROUPED, head_dim=4)
-    ),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, head_dim=4)),
     "neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES)),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**GROUPED, **TWO_EXPERTS, experts_implementation="batched_mm")
@@ -128,11 +126,20 @@ def cut(axis: ModelAxis, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def parallel(axis: Group, model: Any) -> ParallelLoss:
+    return zf.tensor_parallel(loss_of(model), axis, tp_plan(model))
+
+
 def train(
-    group: Group, name: str, stage: int, optimizer: str, size: int = 2
+    group: Group,
+    name: str,
+    stage: int,
+    optimizer: str,
+    size: int = 2,
+    make: Callable[[Group, Any], ParallelLoss] = parallel,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     model, mesh = model_of(name), zf.mesh(group, dp=2, tp=size)
-    loss = zf.tensor_parallel(loss_of(model), mesh["tp"], tp_plan(model))
+    loss = make(mesh["tp"], model)
     zero = zf.zero(stage, loss, OPTIMIZERS[optimizer][0](), mesh["dp"], bucket_bytes=4000)
     (axis,) = loss.model_axes
     whole = zf.functional(model).params
@@ -166,3 +173,36 @@ def test_a_model_trains_as_on_one_process_and_alike_at_every_stage(name: str) ->
         assert_close(found[1], expected)
         assert first is None or same_bits(found, first)
         first = found
+
+
+def test_adamw_on_four_tensor_ranks_is_torch_s() -> None:
+    losses, expected = plain("neox", "adamw")
+    found = zf.simulate(8, train, "neox", 3, "adamw", 4)[0]
+    torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-12)
+    assert_close(found[1], expected)
+
+
+def sequence_loss(module: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """A model takes the places of all tokens where it sees the tokens of one rank."""
+    apply = zf.functional(module)
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        with InDouble():
+            places = torch.arange(TOKENS).expand(ROWS, -1)
+            return apply(
+                params, input_ids=ids, labels=ids, position_ids=places, use_cache=False
+            ).loss
+
+    return loss
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "neox"])
+def test_a_sequence_that_is_cut_between_matrices_changes_nothing(name: str) -> None:
+    losses, expected = plain(name, "sgd")
+    make = lambda axis, model: zf.tensor_parallel(
+        sequence_loss(model), axis, tp_plan(model), sequence_dim=1
+    )
+    for stage in STAGES:
+        found = zf.simulate(4, train, name, stage, "sgd", 2, make)[0]
+        torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-12)
+        assert_close(found[1], expected)
