@@ -31,6 +31,7 @@ from zfun.collectives._agree import (
     exchange_values,
     gather_values,
 )
+from zfun.collectives._agree import gather_json as gather_json
 from zfun.collectives._borders import enter, leave
 from zfun.collectives._debug import checked
 from zfun.collectives._divide import mesh, split
@@ -77,6 +78,7 @@ from zfun.collectives._pieces import start_gather as start_gather
 from zfun.collectives._pieces import start_scatter as start_scatter
 from zfun.collectives._pieces import to_rows as to_rows
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
+from zfun.collectives._roles import DataAxes as DataAxes
 from zfun.collectives._roles import (
     agreement_group,
     axis_of,
@@ -85,6 +87,8 @@ from zfun.collectives._roles import (
     sum_group,
 )
 from zfun.collectives._roles import axes_of as axes_of
+from zfun.collectives._roles import data_axes as data_axes
+from zfun.collectives._roles import model_groups as model_groups
 from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group

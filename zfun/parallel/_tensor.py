@@ -13,9 +13,10 @@ from zfun.collectives import Group, LeafRecord, check_same
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, instance, integer, takes
-from zfun.parallel._cuts import Cut, ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._tensor_leaf import Region, StyledLeaf
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle, glob_of, styles_of
+from zfun.placement import Cut
 from zfun.transforms.call._lazy import check_graph
 from zfun.typing import Loss
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from zfun.errors import LeafError, OptionError
 from zfun.options import TEXT, each, integer, takes
-from zfun.parallel._cuts import Cut
+from zfun.placement import Cut
 
 # The functions in which a leaf may be used, by style.
 USES: Mapping[str, str] = {
