@@ -78,9 +78,10 @@ def tensor_parallel(
         A loss of this rank's pieces; :func:`zfun.zero` cuts the whole tree for it.
 
     Raises:
-        OptionError: a style that does not exist, or an axis on which the loss is cut already.
-        LeafError: from the returned loss, or where leaves are cut: a style that no leaf has, an
-            axis that does not divide a leaf or its heads, or a function that a style does not know.
+        OptionError: a style that does not exist or, from the returned loss, one that no leaf has;
+            or an axis along which the loss is cut already.
+        LeafError: where leaves are cut: an axis that does not divide a leaf or its heads.
+        PlacementError: from the returned loss: a function that a style does not know.
         SpecMismatch: from the returned loss: ranks have different plans.
 
     Example:

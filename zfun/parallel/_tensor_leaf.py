@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfun import collectives
+from zfun import collectives, tree
 from zfun.collectives import Group
-from zfun.errors import LeafError
+from zfun.errors import PlacementError
 from zfun.parallel._tensor_styles import OUTPUT_CUT, SUMMED, USES, TensorStyle
 from zfun.transforms.call._lazy import METADATA, BucketSource, LazyLeaf, tensor_of
 
@@ -122,9 +122,9 @@ class StyledLeaf(LazyLeaf):
             return collectives.enter(self.tensor(), self.region.axis, name="grads")
         raise self.refusal("a function that reads it")
 
-    def refusal(self, use: str) -> LeafError:
+    def refusal(self, use: str) -> PlacementError:
         """Return the error of a use that the style does not know."""
-        return LeafError(
+        return PlacementError(
             f"a leaf of style {self.style.name!r} is used in {USES[self.style.name]}; leaf "
             f"{self.path!r} met {use}; write the loss with that function, or give the leaf "
             "another style in the plan of tensor_parallel()",
@@ -151,6 +151,13 @@ class StyledLeaf(LazyLeaf):
                 "functions of activations only"
             )
         return _plainly(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaf = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, StyledLeaf))
+        raise leaf.refusal(f"{func}, in code that is compiled or under torch.func")
 
 
 def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +209,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if style == "rowwise_split_input":
         x = collectives.enter(x, region.axis, -1, name=_NAME)
     if x.shape[-1] != matrix.shape[-1]:
-        raise LeafError(
+        raise PlacementError(
             f"a leaf of style {style!r} takes the activations that leaves of style 'colwise' make, "
             f"{matrix.shape[-1]} features on each rank; leaf {weight.path!r} met "
             f"{x.shape[-1]} features; give the leaf before it this style, or keep this one whole",
@@ -226,7 +233,7 @@ def _bias_of(weight: StyledLeaf, bias: Tensor | None) -> Tensor | None:
             return collectives.enter(rows, region.axis, name="grads")
     elif weight.style.name not in OUTPUT_CUT:
         return bias
-    raise LeafError(
+    raise PlacementError(
         f"a bias has the style of its matrix; got another one beside leaf {weight.path!r} of style "
         f"{weight.style.name!r}; let one glob of the plan match both",
         leaf=weight.path,
