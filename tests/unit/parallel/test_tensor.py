@@ -462,3 +462,30 @@ def test_metadata_casts_and_aux_are_those_of_a_tensor(stage: int) -> None:
 
     found = zf.simulate(4, main)
     assert all(same_bits(one, found[0]) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_transforms_of_torch_compose_around_the_loss() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, p["a.weight"], p["a.bias"]))
+        return (F.linear(x, p["b.weight"]) ** 2).sum()
+
+    x, tangents = draw(3, WIDTH, seed=5), {path: leaf.cos() for path, leaf in PARAMS.items()}
+
+    def of(fn: Any, p: Any, v: Any) -> dict[str, Any]:
+        return {
+            "grad": grad(fn)(p, x),
+            "product": jvp(lambda p: grad(fn)(p, x), (p,), (v,))[1],
+            "each row": vmap(grad(fn), (None, 0))(p, x),
+        }
+
+    def main(group: Group) -> Any:
+        cut = zf.tensor_parallel(loss, group, PLAN)
+        return of(cut, local(cut, PARAMS), local(cut, tangents))
+
+    expected, found = of(loss, PARAMS, tangents), zf.simulate(2, main)
+    for kind, grads in expected.items():
+        first = 1 if kind == "each row" else 0
+        for path, dim in {"a.weight": 0, "a.bias": 0, "b.weight": 1}.items():
+            whole = torch.cat([one[kind][path] for one in found], first + dim)
+            close(whole, grads[path])
