@@ -53,11 +53,11 @@ def trained_over_tensor_ranks(group: zf.Group) -> Any:
     mesh = zf.mesh(group, dp=2, tp=2)
     axis, results = mesh["tp"], []
     clipped = zf.optim.chain(zf.optim.clip_by_global_norm(0.1), zf.optim.adamw(0.01))
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         loss = zf.tensor_parallel(loss_over(axis), axis, PLAN)
         zero = zf.zero(stage, loss, clipped, mesh["dp"], bucket_bytes=2000)
         state, losses = zero.init(params()), []
-        for step in range(3):
+        for step in range(2):
             g = torch.Generator().manual_seed(10 * step + mesh.coordinates["dp"])
             state, info = zero.step(state, torch.randint(0, 24, (2, 8), generator=g))
             losses.append(info.loss)
