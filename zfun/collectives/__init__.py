@@ -90,6 +90,7 @@ from zfun.collectives._roles import axes_of as axes_of
 from zfun.collectives._roles import data_axes as data_axes
 from zfun.collectives._roles import model_groups as model_groups
 from zfun.collectives._roles import replica_group as replica_group
+from zfun.collectives._roles import whole_group as whole_group
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._local import single_group
