@@ -8,13 +8,18 @@ from torch import Tensor
 from zfun import collectives
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.options import one_of, takes
+from zfun.options import Kind, one_of, takes
 from zfun.parallel._tensor_leaf import own_rows
 
 _NAME = "cross entropy"
+_LOGITS = Kind(
+    lambda x: isinstance(x, Tensor) and x.is_floating_point(),
+    ("a floating tensor",),
+    "torch.zeros(2, 8)",
+)
 
 
-@takes(reduction=one_of("mean", "sum", "none"))
+@takes(logits=_LOGITS, reduction=one_of("mean", "sum", "none"))
 def vocab_cross_entropy(
     logits: Tensor,
     labels: Tensor,
