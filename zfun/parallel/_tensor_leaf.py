@@ -153,7 +153,7 @@ class StyledLeaf(LazyLeaf):
         return _plainly(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         leaf = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, StyledLeaf))
