@@ -192,8 +192,13 @@ def _values(arguments: Iterable[Any], name: str, norms: list[StyledLeaf]) -> lis
     return found
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    input: Tensor,  # noqa: A002, torch's name
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """``F.linear`` with a matrix that is cut."""
+    x = input
     if type(weight) is StyledLeaf and weight.style.name == "sequence_parallel":
         raise weight.refusal("F.linear")
     if type(weight) is not StyledLeaf or weight.style.name in SUMMED or type(x) is StyledLeaf:
@@ -241,7 +246,7 @@ def _bias_of(weight: StyledLeaf, bias: Tensor | None) -> Tensor | None:
 
 
 def _embedding(
-    ids: Tensor,
+    input: Tensor,  # noqa: A002, torch's name
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -250,6 +255,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     """``F.embedding`` with a table whose rows are cut: a rank looks up the ids that it has."""
+    ids = input
     if type(weight) is not StyledLeaf or weight.style.name not in (*SUMMED, "embedding_rowwise"):
         return cast("Tensor", _plainly(F.embedding, (ids, weight), {}))
     region, name = weight.region, weight.style.name

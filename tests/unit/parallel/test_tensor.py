@@ -230,7 +230,7 @@ TABLE = draw(6, WIDTH)
 @pytest.mark.parametrize("padding", [None, 0, 5, -1])
 def test_a_table_and_a_tied_head_over_the_vocabulary(padding: int | None) -> None:
     def loss(params: Any, ids: Tensor) -> Tensor:
-        x = F.embedding(ids, params["table"], padding)
+        x = F.embedding(input=ids, weight=params["table"], padding_idx=padding)
         return (F.linear(torch.tanh(x), params["table"]) ** 2).sum()
 
     expected = zf.value_and_grad(loss)({"table": TABLE}, IDS)
@@ -317,7 +317,7 @@ PLAN = {"a": "colwise", "b": "rowwise"}
 
 
 def right(p: Any, x: Tensor) -> Tensor:
-    return F.linear(F.linear(x, p["a.weight"], p["a.bias"]), p["b.weight"]).sum()
+    return F.linear(F.linear(x, p["a.weight"], p["a.bias"]), weight=p["b.weight"]).sum()
 
 
 WRONG_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str]] = {

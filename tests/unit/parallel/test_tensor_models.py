@@ -143,6 +143,13 @@ def train(
     return losses, zero.params(state)
 
 
+def on_all_ranks(size: int, *arguments: Any, **options: Any) -> Any:
+    """The results of a run, whose whole leaves have the same bits on every rank."""
+    first, *others = zf.simulate(size, train, *arguments, **options)
+    assert all(same_bits(other[1], first[1]) for other in others)
+    return first
+
+
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for path, leaf in expected.items():
@@ -161,7 +168,7 @@ def test_a_model_trains_as_on_one_process_and_alike_at_every_stage(name: str) ->
     losses, expected = plain(name, "sgd")
     first = None
     for stage in STAGES:
-        found = zf.simulate(4, train, name, stage, "sgd")[0]
+        found = on_all_ranks(4, name, stage, "sgd")
         torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-12)
         assert_close(found[1], expected)
         assert first is None or same_bits(found, first)
@@ -170,7 +177,7 @@ def test_a_model_trains_as_on_one_process_and_alike_at_every_stage(name: str) ->
 
 def test_adamw_on_four_tensor_ranks_is_torch_s() -> None:
     losses, expected = plain("neox", "adamw")
-    found = zf.simulate(8, train, "neox", 3, "adamw", 4)[0]
+    found = on_all_ranks(8, "neox", 3, "adamw", 4)
     torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-12)
     assert_close(found[1], expected)
 
@@ -196,7 +203,7 @@ def test_a_sequence_that_is_cut_between_matrices_changes_nothing(name: str) -> N
         sequence_loss(model), axis, tp_plan(model), sequence_dim=1
     )
     for stage in STAGES:
-        found = zf.simulate(4, train, name, stage, "sgd", 2, make)[0]
+        found = on_all_ranks(4, name, stage, "sgd", 2, make)
         torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-12)
         assert_close(found[1], expected)
 
@@ -217,9 +224,9 @@ def test_recomputed_layers_and_micro_batches_change_no_bit() -> None:
         return parallel(axis, mine)
 
     for stage in STAGES if FORM == "all" else (3,):
-        plainly = zf.simulate(4, train, "qwen3", stage, "sgd")[0]
-        assert same_bits(zf.simulate(4, train, "qwen3", stage, "sgd", 2, recomputed)[0], plainly)
-        found = zf.simulate(4, train, "qwen3", stage, "sgd", 2, parallel, num_micro_batches=2)[0]
+        plainly = on_all_ranks(4, "qwen3", stage, "sgd")
+        assert same_bits(on_all_ranks(4, "qwen3", stage, "sgd", 2, recomputed), plainly)
+        found = on_all_ranks(4, "qwen3", stage, "sgd", 2, parallel, num_micro_batches=2)
         torch.testing.assert_close(found[0], plainly[0], rtol=0, atol=1e-12)
         assert_close(found[1], plainly[1])
 
@@ -275,7 +282,7 @@ def test_the_cross_entropy_of_cut_logits_is_that_of_the_model() -> None:
 
         return zf.tensor_parallel(loss, axis, tp_plan(model) | {"lm_head": "colwise"})
 
-    found = zf.simulate(4, train, "qwen3", 3, "sgd", 2, cut_head)[0]
+    found = on_all_ranks(4, "qwen3", 3, "sgd", 2, cut_head)
     torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-12)
     assert_close(found[1], expected)
 
