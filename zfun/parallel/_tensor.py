@@ -72,7 +72,8 @@ def tensor_parallel(
         sequence_dim: cut activations between the matrices along this dimension, where the sequence
             lies, so that a rank holds ``1/size`` of them and of the norms' work. Sums become
             reduce-scatters, and norms end in all-gathers; together these send as much. Leaves
-            without a style are ``sequence_parallel``.
+            without a style are ``sequence_parallel``. A loss without an embedding cuts its input by
+            :func:`zfun.collectives.enter`.
 
     Returns:
         A loss of this rank's pieces; :func:`zfun.zero` cuts the whole tree for it.

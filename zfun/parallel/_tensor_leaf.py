@@ -56,14 +56,15 @@ class Region:
         if dim is not None and self._length and x.shape[dim] == self._length:
             return x
         key, entered = getattr(self._last, "entered", (None, None))
-        is_tracked = torch.is_grad_enabled()
-        if key is not None and key[0]() is x and key[1] == is_tracked:
+        # Tensors of inference mode count no writes.
+        version = x._version if torch.is_grad_enabled() else None
+        if key is not None and key[0]() is x and key[1] == version:
             return cast("Tensor", entered)
         if dim is None:
             entered = collectives.enter(x, self.axis, name=_NAME)
         else:
             entered = collectives.all_gather(x, self.axis, dim, name=_NAME)
-        self._last.entered = ((weakref.ref(x), is_tracked), entered)
+        self._last.entered = ((weakref.ref(x), version), entered)
         return entered
 
     def join(self, x: Tensor) -> Tensor:

@@ -489,3 +489,28 @@ def test_transforms_of_torch_compose_around_the_loss() -> None:
         for path, dim in {"a.weight": 0, "a.bias": 0, "b.weight": 1}.items():
             whole = torch.cat([one[kind][path] for one in found], first + dim)
             close(whole, grads[path])
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_leaves_share_the_sum_of_an_input_until_it_is_written(writes: bool) -> None:
+    params = {"q": draw(4, WIDTH), "k": draw(4, WIDTH, seed=1)}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        x = torch.ones_like(x) * x
+        q = F.linear(x, p["q"])
+        if writes:
+            x.mul_(2)
+        return (q + F.linear(x, p["k"])).sum()
+
+    def main(group: Group) -> Any:
+        log, x = zf.record(group), draw(3, WIDTH, seed=2).requires_grad_()
+        cut = zf.tensor_parallel(loss, log, {"*": "colwise_gather_output"})
+        # No leaf needs a gradient, so that autograd keeps no input that the write spoils.
+        (found,) = torch.autograd.grad(cut(local(cut, params), x), x)
+        return found, [entry.kind for entry in log.log].count("all_reduce")
+
+    x = draw(3, WIDTH, seed=2).requires_grad_()
+    (expected,) = torch.autograd.grad(loss(params, x), x)
+    for found, sums in zf.simulate(2, main):
+        close(found, expected)
+        assert sums == 1 + writes
