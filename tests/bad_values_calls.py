@@ -128,6 +128,7 @@ CLASSES = (
     zf.compression.Compression,
     zf.ScheduleOptions,
     zf.Precision,
+    zf.parallel.TensorStyle,
     interop.AutoValues,
     co.Mesh,
     co.Workers,
@@ -392,6 +393,34 @@ case(
     ),
 )
 
+# Model axes.
+case("parallel.model_axes", lambda g: {"loss": loss})
+
+
+def cut_loss(params: Any, batch: Any) -> Any:
+    return torch.nn.functional.linear(batch, params["w"], params["b"]).sum()
+
+
+case(
+    "tensor_parallel",
+    lambda g: {"loss": cut_loss, "axis": g, "plan": {"*": "colwise_gather_output"}},
+    lambda g, fn: fn({name: leaf.chunk(2)[g.rank] for name, leaf in params().items()}, BATCH),
+    2,
+    sequence_dim=("zero",),
+)
+case(
+    "parallel.vocab_cross_entropy",
+    lambda g: {"logits": WEIGHTS, "labels": torch.tensor([0, 3]), "axis": g},
+    same,
+    2,
+    ignore_index=("zero", "negative"),
+)
+case(
+    "parallel.TensorStyle",
+    lambda g: {"name": "packed_colwise", "parts": (4, 2), "heads": 2},
+    lambda g, style: style.cut("w", (6, 2), 2),
+)
+
 # Values.
 case("shard", lambda g: {"params": params(), "group": g}, same, 2, persistence=("zero",))
 case("replicate", lambda g: {"params": params(), "group": g}, same, 2)
@@ -571,6 +600,8 @@ for name, more in {
         for argument in ("dim", "split_dim", "concat_dim", "root"):
             MEANT[f"collectives.{form}.{argument}"] = ("zero", "negative")
 case("collectives.replicated", lambda g: {"x": X, "group": g}, same, 2)
+for name in ("enter", "leave"):
+    case(f"collectives.{name}", lambda g: {"x": X, "group": g}, same, 2, dim=("zero", "negative"))
 case("collectives.gather_values", lambda g: {"x": X, "group": g, "name": "x"}, same, 2)
 case(
     "collectives.exchange_values",

@@ -13,6 +13,7 @@ from zfun.collectives import Group, mesh, process_group, record, simulate, split
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.modules import functional
+from zfun.parallel import tensor_parallel
 from zfun.placement import P, R, S
 from zfun.planner import plan
 from zfun.recipes import Precision, zero
@@ -77,6 +78,7 @@ __all__ = [
     "simulate",
     "split",
     "stores",
+    "tensor_parallel",
     "unshard",
     "value_and_grad",
     "vjp",

@@ -13,7 +13,7 @@ import pytest
 import zfun as zf
 from tests.conftest import on_one_core
 from tests.distributed import needs_shared_memory, processes
-from tests.distributed.programs import mesh_bodies, optimizers
+from tests.distributed.programs import mesh_bodies, optimizers, tensor_bodies
 from zfun.collectives import Workers
 from zfun.errors import PeerLost
 from zfun.testing import assert_same_bits
@@ -34,6 +34,8 @@ BODIES = [
     mesh_bodies.over_model_axes,
     mesh_bodies.branching,
     mesh_bodies.over_two_hosts,
+    tensor_bodies.trained_over_tensor_ranks,
+    tensor_bodies.refused_over_tensor_ranks,
     optimizers.every_optimizer_over_a_mesh,
 ]
 

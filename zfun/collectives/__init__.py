@@ -2,8 +2,8 @@
 
 A collective is data (``_ops``). A group starts collectives (``_group``), and a started collective
 is a value (``_work``). Everything else is built of these three: functions that can be
-differentiated (``_functional``, ``_rows``), small host values (``_values``), and a comparison of
-ranks before anything depends on their agreement (``_agree``).
+differentiated (``_functional``, ``_rows``, ``_borders``), and small host values, with a comparison
+of ranks before anything depends on their agreement (``_agree``).
 
 =================  ==================================================================
 groups             modules
@@ -24,7 +24,15 @@ Groups of processes share ``backends/_base``, and notice lost ranks by ``backend
 
 from __future__ import annotations
 
-from zfun.collectives._agree import LeafRecord, check_same
+from zfun.collectives._agree import (
+    LeafRecord,
+    barrier,
+    check_same,
+    exchange_values,
+    gather_values,
+)
+from zfun.collectives._agree import gather_json as gather_json
+from zfun.collectives._borders import enter, leave
 from zfun.collectives._debug import checked
 from zfun.collectives._divide import mesh, split
 from zfun.collectives._functional import (
@@ -83,8 +91,6 @@ from zfun.collectives._roles import data_axes as data_axes
 from zfun.collectives._roles import model_groups as model_groups
 from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._roles import whole_group as whole_group
-from zfun.collectives._values import barrier, exchange_values, gather_values
-from zfun.collectives._values import gather_json as gather_json
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._local import single_group
@@ -125,11 +131,13 @@ __all__ = [
     "check_same",
     "check_shardable",
     "checked",
+    "enter",
     "exchange_values",
     "gather_values",
     "global_ranks",
     "is_checked",
     "is_symmetric",
+    "leave",
     "mesh",
     "permute",
     "process_group",

@@ -260,7 +260,8 @@ def test_every_transform_has_an_example() -> None:
 
 
 def test_the_top_level_has_few_public_names() -> None:
-    assert len(zfun.__all__) <= 40
+    # One for each kind of model axis beside the others.
+    assert len(zfun.__all__) <= 43
     assert len(inspect.signature(zfun.zero).parameters) <= 17
 
 

@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfun as zf
 from zfun import ops
-from zfun.collectives import AllGather, AllReduce, ReduceScatter
-from zfun.collectives._values import gather_values
+from zfun.collectives import AllGather, AllReduce, ReduceScatter, gather_values
 from zfun.collectives.backends import _nccl
 from zfun.collectives.backends._nccl import NativeGroup
 from zfun.ops import _norm, _ravel, _steps

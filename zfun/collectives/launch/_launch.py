@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from zfun.collectives._agree import barrier
 from zfun.collectives._group import Group
-from zfun.collectives._values import barrier
 from zfun.collectives.launch._init import process_group
 from zfun.errors import OptionError, PeerLost, check_process
 from zfun.options import ANY, BOOL, FUNCTION, SECONDS, instance, integer, number, takes

@@ -1,13 +1,17 @@
-"""``transformers.Trainer`` with sharded training state; needs ``pip install zfun[transformers]``.
+"""``transformers.Trainer`` with sharded training state, and the plans of models.
+
+Needs ``pip install zfun[transformers]``.
 
 ===============  =================================================================================
 ``_trainer``     the subclasses: what the loop of ``transformers`` calls
 ``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
 ``_options``     the meaning of ``zero=``, and arguments that are refused
+``_plans``       the tensor parallelism that a model names for itself
 ===============  =================================================================================
 """
 
 from zfun.interop.transformers._arguments import TrainingArguments
+from zfun.interop.transformers._plans import tp_plan
 from zfun.interop.transformers._trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments"]
+__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments", "tp_plan"]
