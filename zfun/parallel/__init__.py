@@ -1,5 +1,22 @@
 """Parallelism over axes beside data: leaves cut by meaning, and losses that know their axes."""
 
 from zfun.parallel._cuts import Cut, Held, LeafRule, ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._sequence import sequence_batch, sequence_piece, token_mean
+from zfun.parallel._sequence_ring import ring_attention
+from zfun.parallel._sequence_ulysses import ulysses
+from zfun.parallel._tiled import tiled
 
-__all__ = ["Cut", "Held", "LeafRule", "ModelAxis", "ParallelLoss", "model_axes"]
+__all__ = [
+    "Cut",
+    "Held",
+    "LeafRule",
+    "ModelAxis",
+    "ParallelLoss",
+    "model_axes",
+    "ring_attention",
+    "sequence_batch",
+    "sequence_piece",
+    "tiled",
+    "token_mean",
+    "ulysses",
+]
