@@ -1,12 +1,12 @@
 """The sequence axis: which tokens each rank holds, batches cut along it, and the loss over it.
 
 [Note: the sequence axis]
-The ranks of a sequence axis have the same samples, and each holds a piece of every sequence. All of
-a transformer but attention works token by token, so attention alone communicates
-(:func:`zfun.parallel.ulysses`, :func:`zfun.parallel.ring_attention`). Parameters are the same on all
-ranks, and gradients of pieces add up as those of samples do: the axis belongs to the group that
-ZeRO gets, ``mesh["dp", "sp"]``, and ZeRO needs to know nothing of it. The loss is a mean over
-tokens, so it returns a sum and a count.
+The ranks of a sequence axis have the same samples, and each holds a piece of every sequence. In a
+transformer only attention relates tokens to each other, so only attention communicates
+(:func:`zfun.parallel.ulysses`, :func:`zfun.parallel.ring_attention`). Parameters are the same on
+all ranks, and the gradients of pieces add up as those of samples do: the axis belongs to the group
+that ZeRO gets, ``mesh["dp", "sp"]``, and ZeRO does not know it. The loss is a mean over tokens, so
+it returns a sum and a count.
 
 Two orders, here of 8 tokens over 2 ranks::
 
@@ -66,8 +66,8 @@ def sequence_piece(x: Tensor, axis: Group, dim: int = 1, *, zigzag: bool = False
     length, chunks = x.shape[dim], num_chunks(axis, zigzag)
     if length % chunks:
         raise OptionError(
-            f"the ranks of a sequence axis hold equal pieces; got a sequence of {length} tokens for "
-            f"{chunks} chunks on {axis.size} ranks; pad it, as sequence_batch(pad_id=0) does"
+            f"the ranks of a sequence axis hold equal pieces; got a sequence of {length} tokens "
+            f"for {chunks} chunks on {axis.size} ranks; pad it, as sequence_batch(pad_id=0) does"
         )
     pieces = x.chunk(chunks, dim)
     if not zigzag:
@@ -113,8 +113,8 @@ def sequence_batch(
         ignore_index: the label of tokens that count nothing.
 
     Returns:
-        ``input_ids``, ``position_ids`` (of the whole sequence), and ``shift_labels`` where there are
-        labels: the token that follows each token.
+        ``input_ids``, ``position_ids`` (of the whole sequence), and, where there are labels,
+        ``shift_labels``: the token that follows each token.
 
     Raises:
         LeafError: a tensor of another name or shape, packed sequences, or padding that is not on
@@ -182,18 +182,18 @@ def _checked(batch: Mapping[str, Tensor]) -> Tensor:
             "tensors with sequence_piece()",
             leaf="input_ids",
         )
-    shape = getattr(batch["input_ids"], "shape", ())
+    length = batch["input_ids"].shape[-1:] if isinstance(batch["input_ids"], Tensor) else ()
     for name, leaf in batch.items():
         if name not in _KEYS:
             raise LeafError(
-                f"sequence_batch() cuts {', '.join(_KEYS)}; got {name!r}; take it out of the batch, "
-                "and cut it with sequence_piece()",
+                f"sequence_batch() cuts {', '.join(_KEYS)}; got {name!r}; take it out of the "
+                "batch, and cut it with sequence_piece()",
                 leaf=str(name),
             )
-        if not isinstance(leaf, Tensor) or leaf.dim() != 2 or leaf.shape[1] != shape[1]:
+        if not isinstance(leaf, Tensor) or leaf.dim() != 2 or leaf.shape[1:] != length:
             raise LeafError(
                 f"the tensors of a batch have the shape [samples, tokens]; got {shown(leaf)} for "
-                f"{name!r} beside input_ids of shape {tuple(shape)}",
+                f"{name!r}; give all as many tokens as input_ids",
                 leaf=str(name),
             )
     return batch["input_ids"]

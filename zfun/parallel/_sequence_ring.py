@@ -209,7 +209,7 @@ class _RingAttention(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return (*_backward(grad, q, k, v, out, log_sum, ctx.ring), None)
         # A second derivative.
-        wanted = [x for x in (q, k, v) if x.requires_grad]
+        wanted: list[Tensor] = [x for x in (q, k, v) if x.requires_grad]
         again = _gathered(q, k, v, ctx.ring)
         found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
         return (*(next(found) if x.requires_grad else None for x in (q, k, v)), None)

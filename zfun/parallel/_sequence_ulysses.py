@@ -34,19 +34,19 @@ def ulysses(attention: Callable[..., Tensor], axis: Group) -> Callable[..., Tens
     """Let attention run on sequences that are cut: ``S -> S`` along the tokens.
 
     Four all-to-alls, of q, k, v and the result; backward has four as well. Each sends
-    ``(size - 1) / size`` of a tensor. The ranks divide the heads of q. Heads of k and v are repeated
-    as often as each rank needs one.
+    ``(size - 1) / size`` of a tensor. The ranks divide the heads of q. Heads of k and v are
+    repeated until the ranks divide them too.
 
     Args:
-        attention: ``(q, k, v, ...)`` of ``[batch, heads, tokens, head_dim]`` to a tensor of the same
-            form, such as ``torch.nn.functional.scaled_dot_product_attention``. It sees whole
-            sequences and some of the heads, and fewer heads of k and v than of q where the model has
-            fewer (``enable_gqa=True``).
+        attention: ``(q, k, v, ...)`` of ``[batch, heads, tokens, head_dim]`` to a tensor of the
+            same form, such as ``torch.nn.functional.scaled_dot_product_attention``. It sees whole
+            sequences and some of the heads. Where k and v have fewer heads than q, they may have
+            fewer here too (``enable_gqa=True``).
         axis: the sequence axis, with contiguous pieces.
 
     Returns:
-        A function of q, k and v of this rank's tokens, which passes other arguments on. A mask among
-        them is that of the whole sequence, for all heads alike.
+        A function of q, k and v of this rank's tokens, which passes other arguments on. A mask
+        among them is that of the whole sequence, for all heads alike.
 
     Raises:
         OptionError: from the returned function: the ranks do not divide the heads, or a mask is not
@@ -119,7 +119,7 @@ def _check_masks(others: tuple[Any, ...], length: int, size: int) -> None:
         heads = mask.shape[-3] if mask.dim() > 2 else 1
         if mask.shape[-1] != length or mask.shape[-2] not in (1, length) or heads != 1:
             raise OptionError(
-                "a mask that attention gets from ulysses() covers the whole sequence, for all heads "
-                f"alike; got shape {tuple(mask.shape)} for {length} tokens over {size} ranks; pass "
-                "the mask of the whole sequence, or is_causal=True"
+                "a mask that ulysses() passes on covers the whole sequence, for all heads alike; "
+                f"got shape {tuple(mask.shape)} for {length} tokens over {size} ranks; pass the "
+                "mask of the whole sequence, or is_causal=True"
             )

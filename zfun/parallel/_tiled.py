@@ -72,8 +72,8 @@ def _length(leaves: Sequence[Any], dim: int) -> int:
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
     if not shapes:
         raise OptionError(
-            "tiled() cuts the positional tensors of a function; got none; pass tensors by position, "
-            "and what every tile needs whole by name"
+            "tiled() cuts the positional tensors of a function; got none; pass tensors by "
+            "position, and what every tile needs whole by name"
         )
     lengths = {shape[dim] if -len(shape) <= dim < len(shape) else None for shape in shapes}
     length = lengths.pop()
@@ -91,14 +91,10 @@ def _joined(results: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
     if isinstance(results[0], WeightedMean):
         totals, weights = zip(*results, strict=True)
         return WeightedMean(sum(totals[1:], totals[0]), sum(weights[1:], weights[0]))
-    leaves, spec = tree.flatten(results[0])
-    columns = zip(*[tree.leaves(result) for result in results], strict=True)
-    paths = tree.paths(results[0])
-    joined = [
-        _column(column, sizes, dim, path) for column, path in zip(columns, paths, strict=True)
-    ]
-    assert len(joined) == len(leaves)
-    return tree.unflatten(spec, joined)
+    columns = zip(*map(tree.leaves, results), strict=True)
+    named = zip(columns, tree.paths(results[0]), strict=True)
+    joined = [_column(column, sizes, dim, path) for column, path in named]
+    return tree.unflatten(tree.structure(results[0]), joined)
 
 
 def _column(column: Sequence[Any], sizes: Sequence[int], dim: int, path: str) -> Any:
@@ -109,8 +105,8 @@ def _column(column: Sequence[Any], sizes: Sequence[int], dim: int, path: str) ->
     if not fits:
         raise LeafError(
             f"a tiled function returns tensors that are as long as the tile along dim {dim}, or "
-            f"zf.weighted_mean(sum, count); got a result {path!r} of shape {tuple(first.shape)} for "
-            f"a tile of length {sizes[0]}; a mean has no sum over tiles: return its sum and count",
+            f"zf.weighted_mean(sum, count); got a result {path!r} of shape {tuple(first.shape)} "
+            f"for a tile of length {sizes[0]}; of a mean, return the sum and the count",
             leaf=path,
         )
     return torch.cat([*column], dim)

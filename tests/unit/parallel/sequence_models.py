@@ -15,7 +15,7 @@ import zfun as zf
 transformers = pytest.importorskip("transformers")
 
 VOCAB, TOKENS = 29, 16
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 24,
     "intermediate_size": 20,
@@ -33,7 +33,7 @@ def model_of(name: str, heads: int = 4, kv_heads: int = 2) -> Any:
     others: dict[str, Any] = {"num_attention_heads": heads, "hidden_size": 6 * heads}
     if name != "GPTNeoX":
         others |= {"num_key_value_heads": kv_heads, "head_dim": 6}
-    config = getattr(transformers, f"{name}Config")(**(_SIZES | others))
+    config = getattr(transformers, f"{name}Config")(**(SIZES | others))
     model = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
     # Norms and biases begin as ones and zeros, which hide mistakes.
     with torch.no_grad():

@@ -41,8 +41,8 @@ def sequence_parallel(
 ) -> Any:
     """Return a causal model whose sequences are cut over an axis: ``S -> S`` along the tokens.
 
-    See :func:`zfun.parallel.sequence_batch` for the batches, and :func:`zfun.parallel.token_mean` for
-    the loss.
+    See :func:`zfun.parallel.sequence_batch` for the batches, and
+    :func:`zfun.parallel.token_mean` for the loss.
 
     Args:
         model: a decoder whose attention is chosen by ``attn_implementation``, such as Llama, Qwen2,
@@ -57,8 +57,8 @@ def sequence_parallel(
         and ``position_ids`` of this rank's tokens, and returns their logits.
 
     Raises:
-        OptionError: the ranks do not divide the heads, or ``zigzag`` with ``"ulysses"``; or, from the
-            model: an attention mask, labels, a cache with tokens, positions of other tokens, or
+        OptionError: the ranks do not divide the heads, or ``zigzag`` with ``"ulysses"``; or, from
+            the model: an attention mask, labels, a cache with tokens, positions of other tokens, or
             attention of another form, such as a sliding window.
 
     Example:
@@ -90,15 +90,13 @@ def sequence_parallel(
         check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, axis.size)
     _register()
     spec = _SequenceAttention(axis, kind, zigzag)
-    found: nn.Module = functional(model).bind({})
+    found = functional(model).bind({})
     configs: dict[int, Any] = {}
-    for module in found.modules():
-        own = getattr(module, "config", None)
-        if own is not None:
-            configs.setdefault(id(own), copy.deepcopy(own))
-            module.config = configs[id(own)]
-            module.config._attn_implementation = _ZIGZAG if zigzag else _CONTIGUOUS
-            module.zfun_attention = spec
+    modules: list[Any] = [module for module in found.modules() if hasattr(module, "config")]
+    for module in modules:
+        own = configs.setdefault(id(module.config), copy.deepcopy(module.config))
+        own._attn_implementation = _ZIGZAG if zigzag else _CONTIGUOUS
+        module.config, module.zfun_attention = own, spec
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(spec.check, with_kwargs=True)
     return found
@@ -150,15 +148,16 @@ class _SequenceAttention:
             order = "zigzag" if self.zigzag else "contiguous"
             raise OptionError(
                 f"rank {self.axis.rank} of a sequence axis in {order} order has the tokens "
-                f"{_span(expected)}; got position_ids {_span(places.flatten())}; cut the batch with "
-                f"zf.parallel.sequence_batch(zigzag={self.zigzag}), one sequence in a row"
+                f"{_span(expected)}; got position_ids {_span(places.flatten())}; cut the batch "
+                f"with zf.parallel.sequence_batch(zigzag={self.zigzag}), one sequence in a row"
             )
 
 
 _REFUSED = {
-    "attention_mask": "pad on the right, and cut the batch with zf.parallel.sequence_batch(), which "
-    "turns the mask into ignored labels",
-    "labels": "leave them out, and return zf.parallel.token_mean(logits, shift_labels) from the loss",
+    "attention_mask": "pad on the right, and cut the batch with zf.parallel.sequence_batch(), "
+    "which turns the mask into ignored labels",
+    "labels": "leave them out, and let the loss return "
+    "zf.parallel.token_mean(logits, shift_labels)",
 }
 
 
@@ -186,13 +185,10 @@ def _attention(
             f"attention over a sequence axis needs the axis; got {type(module).__name__} without "
             "one; make the model with zfun.interop.transformers.sequence_parallel()"
         )
-    unknown = {
-        n: x for n, x in others.items() if n not in _UNUSED and x is not None and x is not False
-    }
-    if attention_mask is not None:
-        unknown["attention_mask"] = attention_mask
-    if unknown:
-        raise _unable(type(module).__name__, ", ".join(sorted(unknown)))
+    asked = others | {"attention_mask": attention_mask}
+    unable = [n for n, x in asked.items() if n not in _UNUSED and x is not None and x is not False]
+    if unable:
+        raise _unable(type(module).__name__, ", ".join(sorted(unable)))
     causal = others.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     out = spec(q, k, v, causal=causal, dropout=dropout, scale=scaling)
