@@ -13,7 +13,7 @@ import pytest
 import zfun as zf
 from tests.conftest import on_one_core
 from tests.distributed import needs_shared_memory, processes
-from tests.distributed.programs import mesh_bodies, optimizers
+from tests.distributed.programs import mesh_bodies, optimizers, sequences
 from zfun.collectives import Workers
 from zfun.errors import PeerLost
 from zfun.testing import assert_same_bits
@@ -34,6 +34,7 @@ BODIES = [
     mesh_bodies.branching,
     mesh_bodies.over_two_hosts,
     optimizers.every_optimizer_over_a_mesh,
+    sequences.trained_over_sequences,
 ]
 
 
