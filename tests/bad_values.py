@@ -46,6 +46,7 @@ MODULES = (
     "zfun.collectives",
     "zfun.compression",
     "zfun.transforms",
+    "zfun.parallel",
     "zfun.checkpoint",
     "zfun.planner",
     "zfun.planner.formulae",

@@ -159,11 +159,25 @@ def token_mean(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORED) -
     Returns:
         The sum and the count, for a loss to return; see :func:`zfun.weighted_mean`.
 
+    Raises:
+        OptionError: labels that are no integers, or not one for each row of logits.
+
     Example:
         >>> loss = token_mean(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))
         >>> round(float(loss), 4), float(loss.weight)
         (0.6931, 2.0)
     """
+    if (
+        not logits.dtype.is_floating_point
+        or labels.dtype.is_floating_point
+        or labels.dtype.is_complex
+        or logits.shape[:-1] != labels.shape
+        or not logits.dim()
+    ):
+        raise OptionError(
+            "token_mean() takes floating logits [..., classes] and an integer label for each row; "
+            f"got {shown(logits)}, and labels: {shown(labels)}; pass the shift_labels of the batch"
+        )
     total = F.cross_entropy(
         logits.flatten(0, -2).to(ops.wide(logits.dtype)),
         labels.flatten(),
