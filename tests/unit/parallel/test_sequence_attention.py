@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import zfun as zf
 from tests.conftest import examples
-from zfun.errors import OptionError
+from zfun.errors import CollectiveMismatch, OptionError
 from zfun.parallel import _sequence_ring, ring_attention, sequence_piece, ulysses
 
 # torch's own rules for forward mode use torch.jit.script, which torch deprecates.
@@ -280,6 +280,18 @@ def test_attention_that_cannot_be_cut_is_refused_by_name() -> None:
             ring_attention(q, q.double(), q, group)
 
     zf.simulate(4, main)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_pieces_of_other_lengths_are_refused(kind: str) -> None:
+    case = SMALL._replace(zigzag=False)
+
+    def main(group: zf.Group) -> None:
+        mine = [x[:, :, : 4 - 2 * group.rank] for x in case.pieces(group, case.tensors(3))]
+        getattr(case, kind)(group, *mine)
+
+    with pytest.raises(CollectiveMismatch, match=r"ring attention|ulysses"):
+        zf.simulate(2, main)
 
 
 def test_a_mask_of_the_whole_sequence_is_honoured() -> None:
