@@ -138,7 +138,8 @@ def test_the_tiles_of_a_module_have_the_parameters_of_the_call() -> None:
     loss = lambda apply: lambda params, x: apply(params, x).square().sum()
     values = {name: leaf + 1 for name, leaf in own.params.items()}
     expected = zf.value_and_grad(loss(own))(values, x)
-    model[1].forward = tiled(model[1].forward, 3)
+    last: Any = model[1]
+    last.forward = tiled(last.forward, 3)
     found = zf.value_and_grad(loss(zf.functional(model)))(values, x)
     for mine, other in zip(zf.tree.leaves(found), zf.tree.leaves(expected), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-12)

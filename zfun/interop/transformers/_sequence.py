@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,9 +20,7 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.modules import functional
 from zfun.options import BOOL, GROUP, instance, one_of, takes
-from zfun.parallel import ring_attention, ulysses
-from zfun.parallel._sequence import positions
-from zfun.parallel._sequence_ulysses import check_heads
+from zfun.parallel import check_heads, ring_attention, sequence_piece, ulysses
 
 _CONTIGUOUS, _ZIGZAG = "zfun_sequence", "zfun_sequence_zigzag"
 # What transformers passes to every attention, and attention needs not know.
@@ -143,7 +142,8 @@ class _SequenceAttention:
         # To read positions from a device would let the host wait.
         if not places.is_cpu or ops.is_abstract(places):
             return
-        expected = positions(places.shape[-1], self.axis, self.zigzag)
+        whole = torch.arange(places.shape[-1] * self.axis.size)
+        expected = sequence_piece(whole, self.axis, 0, zigzag=self.zigzag)
         if not bool((places == expected).all()):
             order = "zigzag" if self.zigzag else "contiguous"
             raise OptionError(
