@@ -76,7 +76,9 @@ def test_every_stage_has_the_same_bits(kind: str, zigzag: bool) -> None:
         assert_same_bits(zf.simulate(4, main, stage), expected)
 
 
-@pytest.mark.parametrize(("kind", "zigzag"), [KINDS[0], KINDS[2]])
+@pytest.mark.parametrize(
+    ("kind", "zigzag"), [KINDS[0], pytest.param(*KINDS[2], marks=pytest.mark.slow)]
+)
 def test_the_plan_has_the_bytes_of_the_run(kind: str, zigzag: bool) -> None:
     sizes, model = {"dp": 2, "sp": 2}, models.model_of("Llama")
 
