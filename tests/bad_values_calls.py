@@ -421,6 +421,48 @@ case(
     lambda g, style: style.cut("w", (6, 2), 2),
 )
 
+# Sequences.
+HEADS = torch.arange(16.0).view(1, 2, 4, 2) / 8
+case(
+    "parallel.sequence_piece",
+    lambda g: {"x": WEIGHTS, "axis": g},
+    same,
+    2,
+    dim=("zero", "negative"),
+)
+case(
+    "parallel.sequence_batch",
+    lambda g: {"batch": {"input_ids": BATCH.long(), "labels": BATCH.long()}, "axis": g},
+    same,
+    2,
+    pad_id=("zero", "10**30"),
+    ignore_index=("zero", "negative"),
+)
+case(
+    "parallel.token_mean",
+    lambda g: {"logits": WEIGHTS, "labels": torch.tensor([0, 1])},
+    ignore_index=("zero", "negative"),
+)
+case(
+    "parallel.ulysses",
+    lambda g: {"attention": torch.nn.functional.scaled_dot_product_attention, "axis": g},
+    lambda g, attend: attend(HEADS, HEADS, HEADS),
+    2,
+)
+case(
+    "parallel.ring_attention",
+    lambda g: {"q": HEADS, "k": HEADS, "v": HEADS, "axis": g},
+    same,
+    2,
+    scale=FINITE,
+)
+case(
+    "parallel.tiled",
+    lambda g: {"fn": torch.tanh, "num_tiles": 2},
+    lambda g, fn: fn(WEIGHTS),
+    dim=("zero", "negative"),
+)
+
 # Values.
 case("shard", lambda g: {"params": params(), "group": g}, same, 2, persistence=("zero",))
 case("replicate", lambda g: {"params": params(), "group": g}, same, 2)

@@ -5,6 +5,7 @@ from zfun import collectives as collectives
 from zfun import compression as compression
 from zfun import errors as errors
 from zfun import optim, stores
+from zfun import parallel as parallel
 from zfun import planner as planner
 from zfun import policies as policies
 from zfun import sources as sources

@@ -16,6 +16,7 @@ from tests.distributed.programs import (
     optimizers,
     placements,
     pullbacks,
+    sequences,
     unused,
 )
 from zfun.collectives import Workers
@@ -51,6 +52,7 @@ BODIES = [
     *optimizers.BODIES,
     *placements.BODIES,
     *pullbacks.BODIES,
+    sequences.trained_over_sequences,
     *unused.BODIES,
 ]
 

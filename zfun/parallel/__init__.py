@@ -3,9 +3,14 @@
 from zfun.parallel._cuts import LeafRule, ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._cuts import beside_model_axes as beside_model_axes
 from zfun.parallel._local import LocalTree as LocalTree
+from zfun.parallel._sequence import sequence_batch, sequence_piece, token_mean
+from zfun.parallel._sequence_ring import ring_attention
+from zfun.parallel._sequence_ulysses import check_heads as check_heads
+from zfun.parallel._sequence_ulysses import ulysses
 from zfun.parallel._tensor import tensor_parallel
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle
 from zfun.parallel._tensor_vocabulary import vocab_cross_entropy
+from zfun.parallel._tiled import tiled
 from zfun.placement import Cut, Held
 
 __all__ = [
@@ -17,6 +22,12 @@ __all__ = [
     "StylePlan",
     "TensorStyle",
     "model_axes",
+    "ring_attention",
+    "sequence_batch",
+    "sequence_piece",
     "tensor_parallel",
+    "tiled",
+    "token_mean",
+    "ulysses",
     "vocab_cross_entropy",
 ]

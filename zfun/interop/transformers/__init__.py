@@ -7,11 +7,13 @@ Needs ``pip install zfun[transformers]``.
 ``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
 ``_options``     the meaning of ``zero=``, and arguments that are refused
 ``_plans``       the tensor parallelism that a model names for itself
+``_sequence``    models over a sequence axis
 ===============  =================================================================================
 """
 
 from zfun.interop.transformers._arguments import TrainingArguments
 from zfun.interop.transformers._plans import tp_plan
+from zfun.interop.transformers._sequence import sequence_parallel
 from zfun.interop.transformers._trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments", "tp_plan"]
+__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments", "sequence_parallel", "tp_plan"]
