@@ -53,7 +53,22 @@ class ParallelLoss:
 
 
 def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
-    """Return the model axes of a loss, outermost transform last; empty for a plain function."""
+    """Return the model axes of a loss; empty for a plain function.
+
+    Args:
+        loss: any loss.
+
+    Returns:
+        The axes; the first one spreads the logical tree, the next one what is left on a rank.
+
+    Example:
+        >>> import zfun as zf
+        >>> axis = ModelAxis(zf.process_group(), lambda path, leaf: Cut(0))
+        >>> len(model_axes(ParallelLoss(lambda params, batch: params["w"].sum(), [axis])))
+        1
+        >>> model_axes(lambda params, batch: params["w"].sum())
+        ()
+    """
     return getattr(loss, "model_axes", ())
 
 

@@ -36,6 +36,7 @@ PUBLIC = [
     "zfun.collectives",
     "zfun.compression",
     "zfun.checkpoint",
+    "zfun.parallel",
     "zfun.interop",
     "zfun.interop.ds_config",
     "zfun.interop.lightning",
