@@ -113,6 +113,28 @@ class Pullback:
         """
         return self.checked(cotangents, weight, inputs)()
 
+    @ops.uncompiled
+    def inputs_first(
+        self,
+        cotangents: Any,
+        inputs: Sequence[Tensor],
+        *,
+        weight: float | Tensor | None = None,
+    ) -> tuple[list[Tensor | None], Callable[[], Any]]:
+        """Return the cotangents of tensors of the batch, and a function that returns the gradients.
+
+        Args:
+            cotangents: as for a call.
+            inputs: as for :meth:`with_inputs`.
+            weight: as for a call.
+
+        Returns:
+            The cotangents of the inputs as from :meth:`with_inputs`, and a function without
+            arguments, which every rank must call once.
+        """
+        grads, found = self.with_inputs(cotangents, inputs, weight=weight)
+        return found, lambda: grads
+
     def checked(
         self, cotangents: Any, weight: float | Tensor | None, inputs: Sequence[Tensor]
     ) -> Callable[[], Pulled]:
