@@ -27,6 +27,7 @@ from zfun.collectives import (
 from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
 from zfun.flat import FLAT, Flat, leaf_spans, own_piece, ravel, unravel
 from zfun.layout import LabelFn, Layout, labels_of, layout_of, split_by_label
+from zfun.layout._slots import aligned
 from zfun.options import (
     ANY,
     BOOL,
@@ -39,7 +40,7 @@ from zfun.options import (
     integer,
     takes,
 )
-from zfun.placement import P, S
+from zfun.placement import Cut, Held, P, S
 
 # ``rule(path, leaf)`` returns "mean", "rank 0" or "by rank"; None for a leaf that is no buffer. The
 # leaf may be a meta tensor.
@@ -331,7 +332,16 @@ def _squares(flat: Flat) -> Tensor:
             "a norm needs the sum over the ranks; got a Flat with placement P; redistribute() it "
             "to R or S first"
         )
-    return gather_values(flat, _own_squares(flat), "norm")
+    return _over_model_axes(gather_values(flat, _own_squares(flat), "norm"), flat.group)[0]
+
+
+def _over_model_axes(rows: Tensor, group: Group) -> tuple[Tensor, int]:
+    """Return the rows of the ranks along all model axes, and the place of the first given one."""
+    start = 0
+    for axis in collectives.model_groups(group):
+        start += axis.rank * len(rows)
+        rows = collectives.gather_values(rows, axis, "norm").flatten(0, 1)
+    return rows, start
 
 
 def _own_squares(flat: Flat) -> Tensor:
@@ -369,9 +379,11 @@ def norm_and_counts(grads: Flat, count: int) -> tuple[Tensor, list[int]]:
     is_term = grads.placement is P
     row = global_norm(unravel(grads)).view(1) if is_term else _own_squares(grads)
     rows = collectives.gather_values(torch.cat([row, row.new_full((1,), count)]), mesh, "norm")
+    rows, start = _over_model_axes(rows, mesh)
     is_abstract = ops.is_abstract(rows)
     rows = rows if is_abstract else rows.cpu()
-    counts = [count] * mesh.size if is_abstract else [int(x) for x in rows[:, -1].tolist()]
+    own = rows[start : start + mesh.size, -1]
+    counts = [count] * mesh.size if is_abstract else [int(x) for x in own.tolist()]
     if is_term:
         return rows[:, 0].sum(), counts
     # The rows of a mesh hold equal shards, so one row is counted.
@@ -387,15 +399,13 @@ def _local_squares(flat: Flat) -> Tensor:
     spent = [buffer.squares for buffer in flat.buffers if isinstance(buffer, Spent)]
     left = [i for i, buffer in enumerate(flat.buffers) if not isinstance(buffer, Spent)]
     kept = flat.select(left) if spent else flat
-    pieces = [
-        *(squares.to(device) for squares in spent),
-        *(
-            ops.squares_in_bins(
-                buffer if flat.placement is S else own_piece(buffer, slot, flat.group)
-            ).to(device)
-            for buffer, slot in zip(stores.reading(kept), kept.layout.buckets, strict=True)
-        ),
-    ]
+    pieces = [squares.to(device) for squares in spent]
+    counted = _counted(kept)
+    for index, buffer in enumerate(stores.reading(kept)):
+        slot = kept.layout.buckets[index]
+        piece = buffer if flat.placement is S else own_piece(buffer, slot, flat.group)
+        for start, stop in [(0, len(piece))] if counted is None else counted[index]:
+            pieces.append(ops.squares_in_bins(piece[start:stop]).to(device))
     mine = torch.stack(pieces or [ops.squares_in_bins(torch.zeros(0, device=device))])
     return torch.cat(
         [
@@ -403,6 +413,34 @@ def _local_squares(flat: Flat) -> Tensor:
             mine[:, -1].contiguous().view(torch.float64).sum().view(1).view(torch.int64),
         ]
     )
+
+
+def _counted(flat: Flat) -> list[list[tuple[int, int]]] | None:
+    """Return the spans of each bucket of this rank's part that this rank counts; ``None`` for all.
+
+    A leaf that several ranks of a model axis hold counts on the first of them.
+    """
+    axes = collectives.model_groups(flat.group)
+    if not axes:
+        return None
+
+    def is_counted(spread: Sequence[Cut | Held | None]) -> bool:
+        firsts = (x.ranks[0] if isinstance(x, Held) else 0 for x in spread)
+        pairs = zip(spread, firsts, axes, strict=True)
+        return all(isinstance(x, Cut) or axis.rank == first for x, first, axis in pairs)
+
+    spans: list[list[tuple[int, int]]] = [[] for _ in flat.layout.buckets]
+    for slot in sorted(flat.layout.leaves, key=lambda slot: slot.offset):
+        begin, end = flat.layout.buckets[slot.bucket].span(flat.group.rank, flat.group.size)
+        start = max(slot.offset, begin)
+        stop = min(slot.offset + slot.numel, end)
+        if start < stop and is_counted(slot.spread):
+            found = spans[slot.bucket]
+            # Between neighbours there are zeros alone.
+            joins = bool(found) and aligned(found[-1][1]) == start - begin
+            first = found.pop()[0] if joins else start - begin
+            found.append((first, stop - begin))
+    return spans
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from zfun.checkpoint._together import attempt, error_from, gather_json, report_of
+from zfun.checkpoint._together import attempt, error_from, report_of
 from zfun.checkpoint.format._write import be_gentle, explaining
-from zfun.collectives import Group, agreement_group, barrier, global_ranks
+from zfun.collectives import Group, agreement_group, barrier, gather_json, global_ranks
 from zfun.errors import CheckpointError, ZfunError
 from zfun.options import GROUP, takes
 

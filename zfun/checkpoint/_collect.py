@@ -26,10 +26,9 @@ from zfun.checkpoint._parts import (
     spans_of,
     ties_of,
 )
-from zfun.checkpoint._together import gather_json
 from zfun.checkpoint.format._manifest import check_key
 from zfun.checkpoint.format._plain import DTYPES, dtype_name, encode, real_dtype
-from zfun.collectives import Group, gather_values
+from zfun.collectives import Group, gather_json, gather_values
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.placement import P, R

@@ -24,11 +24,11 @@ from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
 from zfun.checkpoint._parts import Part, group_of, parts_of
 from zfun.checkpoint._random import set_random, use_loader
-from zfun.checkpoint._together import agree, attempt, gather_json
+from zfun.checkpoint._together import agree, attempt
 from zfun.checkpoint.format._manifest import Manifest
 from zfun.checkpoint.format._payload import Payload
 from zfun.checkpoint.format._plain import decode
-from zfun.collectives import Group
+from zfun.collectives import Group, gather_json
 from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, agreement_group, replica_group, single_group, sum_group
+from zfun.collectives import (
+    Group,
+    agreement_group,
+    model_groups,
+    replica_group,
+    single_group,
+    sum_group,
+)
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
 from zfun.optim import LossScaleState, MasterState, MissedSteps
@@ -135,6 +142,11 @@ def _alone() -> Group:
 def group_of(state: tree.Tree, group: Group | None) -> Group:
     """Return all ranks that share a state: the whole mesh, if there is one."""
     found = [agreement_group(flat.group) for flat in flats(state)]
+    if any(map(model_groups, found)):
+        raise CheckpointError(
+            "a checkpoint holds whole leaves, and the ranks of a model axis hold parts of leaves; "
+            "got a state of zf.zero() over model axes; save zero.params(state)"
+        )
     if group is None:
         group = found[0] if found else _alone()
     for other in found:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
-from zfun.collectives import Group, gather_values, global_ranks
+from zfun.collectives import Group, gather_json, global_ranks
 from zfun.errors import CheckpointError, ZfunError
 
 _T = TypeVar("_T")
-
-
-def gather_json(value: Any, group: Group, name: str) -> list[Any]:
-    """Return the JSON value of every rank, in rank order."""
-    if group.size == 1:
-        return [value]
-    text = json.dumps(value, separators=(",", ":")).encode()
-    lengths = gather_values(torch.tensor(len(text)), group, f"{name} lengths")
-    padded = torch.frombuffer(bytearray(text.ljust(int(lengths.max()))), dtype=torch.uint8)
-    return [json.loads(row.numpy().tobytes()) for row in gather_values(padded, group, name)]
 
 
 def attempt(fn: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

@@ -70,6 +70,7 @@ from zfun.collectives._pieces import start_gather as start_gather
 from zfun.collectives._pieces import start_scatter as start_scatter
 from zfun.collectives._pieces import to_rows as to_rows
 from zfun.collectives._record import MeshRecorder, Record, Recorder, record
+from zfun.collectives._roles import DataAxes as DataAxes
 from zfun.collectives._roles import (
     agreement_group,
     axis_of,
@@ -78,8 +79,11 @@ from zfun.collectives._roles import (
     sum_group,
 )
 from zfun.collectives._roles import axes_of as axes_of
+from zfun.collectives._roles import data_axes as data_axes
+from zfun.collectives._roles import model_groups as model_groups
 from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._values import barrier, exchange_values, gather_values
+from zfun.collectives._values import gather_json as gather_json
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._local import single_group

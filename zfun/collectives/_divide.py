@@ -9,6 +9,7 @@ import numpy as np
 from zfun.collectives._axes import Axis
 from zfun.collectives._group import Group
 from zfun.collectives._mesh import Hybrid, Mesh, NamedMesh
+from zfun.collectives._roles import data_axes
 from zfun.errors import OptionError
 from zfun.options import GROUP, integer, shown, takes
 
@@ -110,7 +111,7 @@ def split(group: Group, inner: int) -> Mesh:
 
 
 def _check_plain(group: Group, name: str) -> None:
-    if isinstance(group, Axis | Hybrid | Mesh):
+    if isinstance(data_axes(group), Axis | Hybrid | Mesh):
         raise OptionError(
             f"{name} takes a group without axes; got {group!r}; split the group that the mesh was "
             "made of"

@@ -10,19 +10,57 @@ A function over a group asks one of three questions about ranks:
 * Who must agree? :func:`agreement_group`: on parameters, on skipped steps, on the order of buckets.
 * Who starts collectives in one order? The ranks of each axis, see [Note: several axes]. Ranks
   along other axes are independent.
+
+Ranks along a model axis have the same batch and other leaves, so they neither sum gradients nor
+hold equal parameters. They share the norm and the decision to skip a step: :func:`model_groups`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import final
+
 from torch import Tensor
 
 from zfun.collectives._axes import Axis
-from zfun.collectives._group import Group
+from zfun.collectives._group import Group, Wrapper
 from zfun.collectives._mesh import Hybrid, Mesh
 from zfun.collectives._ops import CALL, Collective, Reduce, ReduceScatter
 from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
 from zfun.options import GROUP, TENSOR, TEXT, takes
+
+
+@final
+class DataAxes(Wrapper):
+    """The ranks with batches of their own, beside model axes along which a norm adds up too.
+
+    Args:
+        group: the data axes.
+        model: the groups of the model axes.
+    """
+
+    def __init__(self, group: Group, model: Sequence[Group]) -> None:
+        super().__init__(group)
+        self.model = tuple(model)
+        sums = sum_group(group)
+        self.sums = self if sums is group else DataAxes(sums, model)
+
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        return self.wrapped.start(call, x, out)
+
+    def __repr__(self) -> str:
+        return repr(self.wrapped)
+
+
+def model_groups(group: Group) -> tuple[Group, ...]:
+    """Return the groups of the model axes beside the data axes; none for most groups."""
+    return group.model if isinstance(group, DataAxes) else ()
+
+
+def data_axes(group: Group) -> Group:
+    """Return the data axes alone."""
+    return group.wrapped if isinstance(group, DataAxes) else group
 
 
 @takes(group=GROUP)
@@ -41,7 +79,7 @@ def sum_group(group: Group) -> Group:
         >>> sum_group(mesh.inner) is mesh, sum_group(mesh) is mesh
         (True, True)
     """
-    return group.sums if isinstance(group, Hybrid) else group
+    return group.sums if isinstance(group, Hybrid | DataAxes) else group
 
 
 @takes(group=GROUP)
@@ -74,11 +112,13 @@ def replica_group(group: Group) -> Group | None:
         >>> replica_group(mesh.inner), replica_group(mesh)
         (<outer axis: rank 0 of 2>, None)
     """
+    group = data_axes(group)
     return group.replicas if isinstance(group, Hybrid) else None
 
 
 def axes_of(group: Group) -> list[Group]:
     """Return the groups that a collective goes over, innermost first: of one axis, the group."""
+    group = data_axes(group)
     return [*group.axes] if isinstance(group, Axis | Hybrid | Mesh) else [group]
 
 
@@ -97,6 +137,7 @@ def axis_of(group: Group) -> str:
         >>> axis_of(split(abstract_group(6), inner=3).inner)
         'inner'
     """
+    group = data_axes(group)
     if isinstance(group, Axis | Hybrid):
         return " x ".join(axis.axis for axis in reversed(group.axes))
     return ""
@@ -117,6 +158,7 @@ def check_shardable(group: Group, what: str) -> None:
         >>> from zfun.collectives import abstract_group, split
         >>> check_shardable(split(abstract_group(6), inner=3).inner, "shard()")
     """
+    group = data_axes(group)
     if isinstance(group, Hybrid) and group.replicas is None:
         raise PlacementError(
             f"{what} shards over a mesh or its inner axis; got its outer axis, which replicates; "
@@ -159,6 +201,7 @@ def start_reduce_scatter_over(
             f"start_reduce_scatter_over() is for reduce_scatter; got {call.op.kind}; pass another "
             "collective to group.start()"
         )
+    group = data_axes(group)
     return group.start_sum(call, x) if isinstance(group, Hybrid) else group.start(call, x, out)
 
 
@@ -184,4 +227,5 @@ def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Wor
         [4, 40]
     """
     call = Collective(Reduce(rank), call.name, call.part, call.stream)
+    group = data_axes(group)
     return group.start_sum(call, x) if isinstance(group, Hybrid) else group.start(call, x)

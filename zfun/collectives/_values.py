@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,6 +53,16 @@ def exchange_values(x: Tensor, group: Group, name: str) -> Tensor:
         [[[1], [1]], [[2], [2]]]
     """
     return _sent(x, group, name, AllToAll()).view(group.size, -1)
+
+
+def gather_json(value: Any, group: Group, name: str) -> list[Any]:
+    """Return the JSON value of every rank, in rank order."""
+    if group.size == 1:
+        return [value]
+    text = json.dumps(value, separators=(",", ":")).encode()
+    lengths = gather_values(torch.tensor(len(text)), group, f"{name} lengths")
+    padded = torch.frombuffer(bytearray(text.ljust(int(lengths.max()))), dtype=torch.uint8)
+    return [json.loads(row.numpy().tobytes()) for row in gather_values(padded, group, name)]
 
 
 @takes(group=GROUP)

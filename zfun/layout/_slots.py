@@ -13,7 +13,7 @@ import torch
 from zfun import tree
 from zfun.errors import PlacementError
 from zfun.options import OF_LEAVES, instance
-from zfun.placement import UNIT, S, Sharded
+from zfun.placement import UNIT, Cut, Held, S, Sharded
 
 # ``label(path, leaf)`` returns the label of a leaf from path, shape and dtype. The leaf may be a
 # meta tensor, because a layout has no numbers.
@@ -40,6 +40,8 @@ class LeafSlot:
         bucket: index of the bucket.
         offset: start of the leaf, in elements of the bucket.
         numel: number of elements in the bucket; a complex number counts as two.
+        spread: how the leaf comes from one of the logical tree, for each model axis; ``None`` for
+            an axis along which every rank has the whole leaf.
     """
 
     path: str
@@ -48,6 +50,7 @@ class LeafSlot:
     bucket: int
     offset: int
     numel: int
+    spread: tuple[Cut | Held | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

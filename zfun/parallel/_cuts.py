@@ -19,84 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
-
-from zfun.collectives import Group
-from zfun.errors import LeafError
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A leaf is cut along one dimension, in equal pieces by rank.
-
-    Args:
-        dim: the dimension, counted from the front.
-        parts: of a packed leaf, such as gate and up or q, k and v, the lengths of its parts along
-            ``dim``. Each part is cut, and a rank holds its piece of every part.
-
-    Example:
-        >>> packed = torch.arange(6)
-        >>> cut = Cut(0, parts=(4, 2))
-        >>> cut.piece(packed, 1, 2), cut.whole([cut.piece(packed, rank, 2) for rank in (0, 1)])
-        (tensor([2, 3, 5]), tensor([0, 1, 2, 3, 4, 5]))
-    """
-
-    dim: int
-    parts: tuple[int, ...] = ()
-
-    def check(self, path: str, shape: Sequence[int], size: int) -> None:
-        """Refuse a leaf that ``size`` ranks do not divide.
-
-        Raises:
-            LeafError: the message names the leaf.
-        """
-        if not 0 <= self.dim < len(shape):
-            raise LeafError(
-                f"a leaf is cut along one of its dimensions; got dim {self.dim} for leaf {path!r} "
-                f"of shape {tuple(shape)}; name another style for this leaf",
-                leaf=path,
-            )
-        parts = self.parts or (shape[self.dim],)
-        if sum(parts) != shape[self.dim] or any(part % size for part in parts):
-            raise LeafError(
-                f"the ranks of an axis divide what they cut; got leaf {path!r} of shape "
-                f"{tuple(shape)}, cut along dim {self.dim} in parts of "
-                f"{', '.join(map(str, parts))}, over {size} ranks; use an axis whose size divides "
-                "these parts, or keep the leaf whole",
-                leaf=path,
-            )
-
-    def piece(self, leaf: Tensor, rank: int, size: int) -> Tensor:
-        """Return the piece of a rank; of a leaf that is not packed a view."""
-        split = leaf.split(self.parts or leaf.shape[self.dim], self.dim)
-        pieces = [part.chunk(size, self.dim)[rank] for part in split]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
-
-    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join the pieces of all ranks."""
-        if not self.parts:
-            return torch.cat([*pieces], self.dim)
-        shares = [part // len(pieces) for part in self.parts]
-        split = [piece.split(shares, self.dim) for piece in pieces]
-        return torch.cat([*itertools.chain(*zip(*split, strict=True))], self.dim)
-
-    def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
-        """Return the shape of a piece."""
-        return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A leaf lies whole on some ranks of an axis, such as one stage of a pipeline.
-
-    Args:
-        ranks: ascending; a leaf with several, such as a tied embedding, has equal values and equal
-            gradients on these.
-    """
-
-    ranks: tuple[int, ...]
-
+from zfun.collectives import DataAxes, Group, global_ranks
+from zfun.errors import OptionError
+from zfun.placement import Cut, Held
 
 LeafRule: TypeAlias = Callable[[str, Any], Cut | Held | None]
 """``rule(path, leaf)`` says how a leaf of the logical tree is spread, alike on all ranks; the leaf
@@ -130,3 +55,21 @@ class ParallelLoss:
 def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
     """Return the model axes of a loss, outermost transform last; empty for a plain function."""
     return getattr(loss, "model_axes", ())
+
+
+def beside_model_axes(group: Group, loss: Any) -> Group:
+    """Return the data axes of a run that knows the model axes of its loss.
+
+    Raises:
+        OptionError: an axis of the mesh is a data axis and a model axis.
+    """
+    axes = model_axes(loss)
+    known = [set(global_ranks(x)) for x in (group, *(axis.group for axis in axes)) if x.size > 1]
+    for one, other in itertools.combinations(known, 2):
+        if len(one & other) > 1:
+            raise OptionError(
+                "data axes and model axes are different axes of one mesh; got two that share ranks "
+                f"{sorted(one & other)}; pass mesh['dp'] to zf.zero() and mesh['tp'] to the "
+                "transform of the loss"
+            )
+    return DataAxes(group, [axis.group for axis in axes]) if axes else group

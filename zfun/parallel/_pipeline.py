@@ -24,7 +24,7 @@ from zfun.collectives import AllReduce, Collective, Group, LeafRecord, Stream, c
 from zfun.errors import LeafError, OptionError
 from zfun.layout import LeafSlot
 from zfun.options import ANY, FUNCTION, GROUP, NAMES, each, integer, shown, takes
-from zfun.parallel._cuts import Held, ModelAxis, ParallelLoss
+from zfun.parallel._cuts import ModelAxis, ParallelLoss
 from zfun.parallel._pipeline_messages import Channel
 from zfun.parallel._pipeline_run import Results, StageFunction, StartVjp, Step
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of
@@ -37,6 +37,7 @@ from zfun.parallel.schedules import (
     with_messages,
     write_csv,
 )
+from zfun.placement import Held
 from zfun.transforms import WeightedMean, scale_grads, split_batch
 from zfun.transforms.grads._accumulate import times
 from zfun.transforms.grads._value import reciprocal

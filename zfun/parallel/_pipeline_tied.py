@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
 
 from zfun import stores
-from zfun.collectives import AllReduce, Collective, Group, Stream, gather_values
+from zfun.collectives import AllReduce, Collective, Group, Stream, gather_json
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
 from zfun.placement import R, S
@@ -81,13 +77,3 @@ def group_of(axis: Group, parts: Sequence[Sequence[int]]) -> Group:
     inside = {rank for part in parts for rank in part}
     alone = [[rank] for rank in range(axis.size) if rank not in inside]
     return axis.subgroup([*map(list, parts), *alone])
-
-
-def gather_json(value: Any, group: Group, name: str) -> list[Any]:
-    """Return the JSON value of every rank, in rank order."""
-    if group.size == 1:
-        return [value]
-    text = json.dumps(value, separators=(",", ":")).encode()
-    lengths = gather_values(torch.tensor(len(text)), group, f"{name} lengths")
-    padded = torch.frombuffer(bytearray(text.ljust(int(lengths.max()))), dtype=torch.uint8)
-    return [json.loads(row.numpy().tobytes()) for row in gather_values(padded, group, name)]

@@ -14,8 +14,10 @@ from zfun.collectives import (
     LeafRecord,
     agreement_group,
     check_same,
+    gather_json,
     gather_values,
     global_ranks,
+    model_groups,
 )
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat, own_piece
@@ -132,4 +134,8 @@ def first_bad_leaf(grads: Flat) -> str | None:
         first = min([first, *(bucket.leaves[place] for place in places)])
     rows = gather_values(torch.tensor([first], device=layout.device), group, "first bad leaf")
     first = int(rows.min())
-    return layout.leaves[first].path if first < len(layout.leaves) else None
+    found = layout.leaves[first].path if first < len(layout.leaves) else None
+    for axis in model_groups(group):
+        # Along a model axis ranks have other leaves, or other parts of a leaf.
+        found = next((x for x in gather_json(found, axis, "first bad leaf") if x), None)
+    return found

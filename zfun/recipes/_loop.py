@@ -14,7 +14,7 @@ from zfun.checkpoint import check_saves
 from zfun.collectives import global_ranks
 from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat
-from zfun.parallel import Pipeline
+from zfun.parallel import LocalTree, Pipeline, model_axes
 from zfun.recipes._checks import (
     check_is_flat,
     check_is_state,
@@ -26,7 +26,7 @@ from zfun.recipes._compose import gradient_of
 from zfun.recipes._known import KnownStates
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._precision import whole_tree
-from zfun.recipes._start import first_values
+from zfun.recipes._start import first_values, local_tree
 from zfun.recipes._state import StepInfo, Zero, ZeroState
 from zfun.recipes._update import scale_of, split, takes_terms, updated
 from zfun.transforms import (
@@ -59,6 +59,7 @@ class Loop:
         recipe: the options.
         known: the kinds of states that were compared with the options.
         hook: the update in backward of the step that runs now.
+        local: this rank's leaves of the logical tree, if the loss goes over model axes.
     """
 
     def __init__(self, recipe: ZeroOptions) -> None:
@@ -66,6 +67,7 @@ class Loop:
         self.recipe = recipe
         self.known = KnownStates(recipe)
         self.hook = UpdateHook()
+        self.local: LocalTree | None = None
         # By the id of the loss: the loss, the frozen leaves, how far backward sums, the gradient.
         self._composed: dict[int, tuple[Callable[..., Any], Flat | None, int, Gradient]] = {}
 
@@ -91,9 +93,13 @@ class Loop:
         recipe = self.recipe
         check_order(recipe.order, params)
         params = whole_tree(params)
+        axes = model_axes(recipe.loss_fn)
+        if axes:
+            self.local = local = local_tree(recipe, params, axes, init)
+            params = local.params
         check_same_options(recipe, params)
         written, params = split(params, recipe.buffers)
-        trained, frozen, opt_state = first_values(recipe, params, init)
+        trained, frozen, opt_state = first_values(recipe, params, init, self.local)
         self.known.made(trained, frozen)
         return ZeroState(
             trained,
@@ -163,7 +169,10 @@ class Loop:
         """Return the whole parameters, or some of them."""
         check_is_state(state)
         parts = (state.params, state.frozen, state.buffers)
-        return tree.combine(*(unshard(part, select) for part in parts if part is not None))
+        local = self.local
+        chosen = select if select is None or local is None else local.selects(select)
+        found = tree.combine(*(unshard(part, chosen) for part in parts if part is not None))
+        return found if local is None else local.logical(found)
 
     def vjp(
         self, fn: Callable[..., Any], state: ZeroState, batch: Any, buffers: Flat | None = None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, is_symmetric
+from zfun.collectives import Group, LeafRecord, check_same, is_symmetric
+from zfun.errors import OptionError
 from zfun.flat import Flat
 from zfun.layout import LabelFn, Layout, place, split_by_label
+from zfun.optim import Optimizer
+from zfun.parallel import LocalTree, ModelAxis
 from zfun.placement import Placement, R, S
 from zfun.recipes._options import ZeroOptions
 from zfun.sources.deferred import spec_of
@@ -30,8 +33,43 @@ def of_specs(fn: _Fn) -> _Fn:
     return lambda path, leaf: fn(path, spec_of(leaf))
 
 
+def local_tree(
+    recipe: ZeroOptions, params: tree.Tree, axes: Sequence[ModelAxis], init: str
+) -> LocalTree:
+    """Return this rank's leaves of a logical tree.
+
+    Raises:
+        OptionError: the values are to come from rank 0, or the optimizer looks at whole leaves.
+        SpecMismatch: ranks of a model axis have other options.
+    """
+    if init == "broadcast":
+        raise OptionError(
+            "the ranks of a model axis keep parts of one logical tree, which each of them makes; "
+            "got init='broadcast'; start all ranks from one seed or one file"
+        )
+    whole = next((x for x in _parts(recipe.optimizer) if x.by_leaf), None)
+    if whole is not None:
+        raise OptionError(
+            "a rule that looks at whole leaves sees the part of a leaf that a rank of a model axis "
+            f"keeps; got {whole.name or 'such a rule'}; use an element-wise optimizer"
+        )
+    for axis in axes:
+        words = [LeafRecord.of_option(*word) for word in recipe.in_words().items()]
+        check_same(words, axis.group, "options", kind="option")
+    policy = recipe.precision
+    return LocalTree(params, axes, policy.param if policy.master is None else None)
+
+
+def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers that an optimizer is composed of, or itself."""
+    if not optimizer.parts:
+        yield optimizer
+    for part in optimizer.parts:
+        yield from _parts(part)
+
+
 def first_values(
-    recipe: ZeroOptions, params: tree.Tree, init: str
+    recipe: ZeroOptions, params: tree.Tree, init: str, local: LocalTree | None = None
 ) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
@@ -39,6 +77,7 @@ def first_values(
         recipe: the options.
         params: a tree of tensors and deferred leaves, without buffers.
         init: ``"check"`` or ``"broadcast"``.
+        local: made the tree, if the loss goes over model axes.
     """
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.
@@ -56,6 +95,7 @@ def first_values(
             compared_as=compared_as,
             placement=recipe.placement,
         )
+        layout = layout if local is None else local.placed(layout)
         layout = layout if labels is None else split_by_label(layout, labels)
         return layout if recipe.placement is None else place(layout, recipe.placement, group.size)
 
@@ -86,6 +126,8 @@ def first_values(
     ]
     state = leaves.attempt("optimizer state", states.result)
     leaves.check()
+    if local is not None:
+        local.check()
     if is_shared:
         # Over ranks that share memory, each rank owns one part of the whole, and updates this part.
         built = [redistribute(flat, R, group, name="params", zero_copy=True) for flat in built]

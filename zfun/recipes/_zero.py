@@ -19,6 +19,7 @@ from zfun.options import (
     one_of,
     takes,
 )
+from zfun.parallel import beside_model_axes
 from zfun.placement import PlacementRule, Sharded
 from zfun.recipes._loop import Loop
 from zfun.recipes._options import ZeroOptions
@@ -91,7 +92,9 @@ def zero(
 
     Args:
         stage: 0, 1, 2 or 3.
-        loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`.
+        loss_fn: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`. A
+            loss over model axes, as :func:`zfun.tensor_parallel` returns it, gets this rank's
+            leaves; ``init`` takes the logical tree, and ``params`` returns it.
         optimizer: an optimizer of ``zfun.optim``, or an element-wise ``(init, update)`` pair.
         group: the ranks; each passes a batch of its own to ``step``. The inner axis of a mesh
             shards the state over that axis and sums gradients over the whole mesh; every rank of
@@ -161,7 +164,7 @@ def zero(
         stage,
         loss_fn,
         as_optimizer(optimizer),
-        group,
+        beside_model_axes(group, loss_fn),
         policy_of(precision),
         num_micro_batches,
         trainable,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores, tree
-from zfun.collectives import Work, await_readers, is_symmetric
+from zfun.collectives import Work, await_readers, is_symmetric, model_groups
 from zfun.flat import Flat, empty_like
 from zfun.optim import MasterState, Optimizer, prepared
 from zfun.placement import Placement
@@ -370,6 +370,8 @@ class StreamedUpdate:
             and grads.device.type == "cpu"
             and grads.untyped_storage().nbytes() == grads.nbytes
             and not is_symmetric(self.params.group)
+            # The squares of a spent bucket are those of all leaves, and here some count elsewhere.
+            and not model_groups(self.params.group)
         )
 
     def _own(self, x: Tensor, old: Any) -> Tensor:

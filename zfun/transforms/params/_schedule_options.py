@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zfun.collectives import Group, Mesh
+from zfun.collectives import Group, Mesh, data_axes
 from zfun.errors import OptionError
 from zfun.options import BOOL, GROUP, instance, integer, takes
 from zfun.transforms.call._trace import TracedBucket
@@ -95,6 +95,7 @@ def secondary_of(group: Group, options: ScheduleOptions) -> Group | None:
     """
     if not options.secondary:
         return None
+    group = data_axes(group)
     if not isinstance(group, Mesh):
         raise OptionError(
             f"secondary=True gathers over the inner axis of a mesh; got {group!r}; shard the "

@@ -1,0 +1,223 @@
+"""From the logical tree to the leaves of this rank, and back; see [Note: model axes]."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zfun import ops, tree
+from zfun.collectives import Group, LeafRecord, broadcast, check_same, gather_json, gather_values
+from zfun.errors import OptionError
+from zfun.layout import Layout
+from zfun.parallel._cuts import ModelAxis
+from zfun.placement import Cut, Held
+from zfun.sources import Deferred
+from zfun.sources.deferred import memory_of, spec_of
+
+Spread: TypeAlias = tuple[Cut | Held | None, ...]
+
+
+class LocalTree:
+    """The leaves of this rank, for a logical tree and some model axes.
+
+    Args:
+        params: the logical tree, of tensors and deferred leaves, equal on all ranks.
+        axes: the model axes.
+        compared_as: the dtype to which floating values are rounded before they are compared.
+
+    Attributes:
+        params: the tree of this rank, with holes (``None``) for the leaves of other ranks.
+        spreads: how each leaf of the logical tree is spread, by path.
+
+    Raises:
+        LeafError: an axis cannot divide a leaf.
+        OptionError: tied leaves are spread in two ways.
+    """
+
+    def __init__(
+        self, params: tree.Tree, axes: Sequence[ModelAxis], compared_as: torch.dtype | None = None
+    ) -> None:
+        self._axes = tuple(axes)
+        self._compared_as = compared_as
+        self._digests: dict[str, int] = {}
+        leaves, self.spec = tree.flatten(params)
+        self.paths = tree.paths(params)
+        own = [_spread(path, spec_of(x), axes) for path, x in zip(self.paths, leaves, strict=True)]
+        self.spreads = _together(self.paths, leaves, own)
+        made: dict[Hashable, Any] = {}
+        found = [
+            self._part(path, leaf, spread, made) if self._is_held(spread) else None
+            for path, leaf, spread in zip(self.paths, leaves, own, strict=True)
+        ]
+        self.params = tree.unflatten(self.spec, found)
+        firsts: dict[Hashable, str] = {}
+        keys = [memory_of(leaf) for leaf in leaves]
+        self._first = {
+            path: firsts.setdefault(key, path) for path, key in zip(self.paths, keys, strict=True)
+        }
+        self._device = leaves[0].device if leaves else torch.device("cpu")
+
+    def _is_held(self, spread: Spread) -> bool:
+        pairs = zip(self._axes, spread, strict=True)
+        return all(axis.group.rank in x.ranks for axis, x in pairs if isinstance(x, Held))
+
+    def _part(self, path: str, leaf: Any, spread: Spread, made: dict[Hashable, Any]) -> Any:
+        """Return this rank's part of a leaf; tied leaves stay one leaf."""
+        key = memory_of(leaf)
+        if key in made:
+            return made[key]
+        if isinstance(leaf, Deferred):
+            spec = self._cut(leaf.spec, spread)
+            part: Any = Deferred(
+                leaf.path,
+                spec,
+                lambda: self._cut(self._seen(path, leaf.load()), spread),
+                leaf.device,
+            )
+        else:
+            part = self._cut(self._seen(path, leaf.detach()), spread)
+        made[key] = part
+        return part
+
+    def _seen(self, path: str, whole: Tensor) -> Tensor:
+        """Remember a digest of a leaf that other ranks of a model axis need as well."""
+        if not ops.is_abstract(whole) and not whole.is_meta:
+            self._digests[path] = ops.fingerprint(whole, self._compared_as)
+        return whole
+
+    def _cut(self, leaf: Tensor, spread: Spread) -> Tensor:
+        for axis, x in zip(self._axes, spread, strict=True):
+            if isinstance(x, Cut):
+                leaf = x.piece(leaf, axis.group.rank, axis.group.size)
+        return leaf
+
+    def check(self) -> None:
+        """Compare the values of the logical leaves along each model axis.
+
+        Raises:
+            SpecMismatch: ranks of an axis have cut their leaves from different values.
+        """
+        for index, axis in enumerate(self._axes):
+            if axis.group.size > 1:
+                records = [
+                    LeafRecord(path, "a leaf", str(self._digests.get(path, "")))
+                    for path, spread in self.spreads.items()
+                    if not isinstance(spread[index], Held) and self._is_held(spread)
+                ]
+                check_same(records, axis.group, "logical parameters")
+
+    def placed(self, layout: Layout) -> Layout:
+        """Return a layout of this rank's leaves whose slots say how these are spread."""
+        return dataclasses.replace(
+            layout,
+            leaves=tuple(
+                dataclasses.replace(slot, spread=self.spreads[slot.path]) for slot in layout.leaves
+            ),
+        )
+
+    def selects(self, select: Callable[[str, Any], bool]) -> Callable[[str, Any], bool]:
+        """Return a choice of local leaves, from one of logical leaves."""
+
+        def chosen(path: str, leaf: Any) -> bool:
+            shape = [*leaf.shape]
+            for axis, x in zip(self._axes, self.spreads[path], strict=True):
+                if isinstance(x, Cut):
+                    shape[x.dim] *= axis.group.size
+            return select(path, leaf.new_empty(shape))
+
+        return chosen
+
+    def logical(self, local: tree.Tree) -> tree.Tree:
+        """Return the logical tree of values of this rank; every rank must call.
+
+        Args:
+            local: the values of some or all leaves, with holes for the others; alike on all ranks.
+        """
+        pairs = zip(tree.paths(local), tree.leaves(local), strict=True)
+        present = {self._first[path]: leaf for path, leaf in pairs}
+        for index, axis in reversed([*enumerate(self._axes)]):
+            kinds = {
+                path: self.spreads[path][index] for path in dict.fromkeys(self._first.values())
+            }
+            for path, kind in kinds.items():
+                if isinstance(kind, Cut) and path in present:
+                    pieces = gather_values(
+                        present[path].contiguous(), axis.group, f"pieces of {path}"
+                    )
+                    present[path] = kind.whole(pieces.unbind(0))
+            held = [path for path, kind in kinds.items() if isinstance(kind, Held)]
+            if held:
+                present |= self._exchanged({path: present.get(path) for path in held}, axis.group)
+        return tree.unflatten(self.spec, [present.get(self._first[path]) for path in self.paths])
+
+    def _exchanged(self, held: Mapping[str, Tensor | None], group: Group) -> dict[str, Tensor]:
+        """Send each leaf that some ranks of an axis hold to all of them."""
+        own = {
+            path: [[*x.shape], str(x.dtype).removeprefix("torch.")]
+            for path, x in held.items()
+            if x is not None
+        }
+        sides = gather_json(own, group, "held leaves")
+        found: dict[str, Tensor] = {}
+        for path, leaf in held.items():
+            holder = next((rank for rank, side in enumerate(sides) if path in side), None)
+            if holder is None:
+                continue  # not selected
+            shape, dtype = sides[holder][path]
+            mine = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            mine = mine if leaf is None else leaf.contiguous()
+            found[path] = broadcast(mine, group, holder, name="params", part=path)
+        return found
+
+
+def _spread(path: str, leaf: Any, axes: Sequence[ModelAxis]) -> Spread:
+    """Return how a leaf is spread over each axis, from the first to the last."""
+    found: list[Cut | Held | None] = []
+    for axis in axes:
+        kind = axis.rule(path, leaf)
+        if isinstance(kind, Cut):
+            kind.check(path, leaf.shape, axis.group.size)
+            shape = kind.local_shape(leaf.shape, axis.group.size)
+            leaf = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        elif isinstance(kind, Held) and not set(kind.ranks) <= set(range(axis.group.size)):
+            raise OptionError(
+                f"ranks of an axis hold a leaf; got ranks {kind.ranks} for leaf {path!r} on an "
+                f"axis of {axis.group.size}; name ranks of the axis",
+                leaf=path,
+            )
+        found.append(kind)
+    return tuple(found)
+
+
+def _together(
+    paths: Sequence[str], leaves: Sequence[Any], own: Sequence[Spread]
+) -> dict[str, Spread]:
+    """Return the spread of each leaf by path, where tied leaves count as one."""
+    ties: dict[Hashable, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        ties.setdefault(memory_of(leaf), []).append(index)
+    found: dict[int, Spread] = {}
+    for members in ties.values():
+        kinds = [
+            _joined([own[index][axis] for index in members], [paths[index] for index in members])
+            for axis in range(len(own[members[0]]))
+        ]
+        found |= dict.fromkeys(members, tuple(kinds))
+    return {path: found[index] for index, path in enumerate(paths)}
+
+
+def _joined(kinds: Sequence[Cut | Held | None], paths: Sequence[str]) -> Cut | Held | None:
+    """Return how tied leaves are spread over an axis."""
+    if all(isinstance(kind, Held) for kind in kinds):
+        return Held(tuple(sorted({rank for kind in kinds for rank in kind.ranks})))  # type: ignore[union-attr]
+    if len(set(kinds)) > 1:
+        raise OptionError(
+            f"tied leaves are spread over an axis in one way; got {kinds} for "
+            f"{', '.join(map(repr, paths))}; give them one style, or untie them",
+            leaf=paths[0],
+        )
+    return kinds[0]
