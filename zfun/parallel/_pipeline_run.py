@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, Work
-from zfun.parallel._pipeline_messages import Arrival, Channel, grad_leaves
+from zfun.parallel._pipeline_messages import Arrival, Channel, form_of, grad_leaves
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.transforms import Pullback, add_grads
 from zfun.transforms._batches import open_batch
@@ -134,6 +134,8 @@ class Step:
         self._arriving: dict[tuple[int, str, int], Arrival] = {}
         self._sent: deque[list[Work]] = deque()
         self._summed: dict[int, Work] = {}
+        # The input of the forward pass that runs.
+        self._x: Any = None
 
     def run(self, actions: Sequence[Action]) -> Results:
         """Run the actions, and wait for everything that was sent."""
@@ -142,7 +144,7 @@ class Step:
                 try:
                     self._run(action)
                 except BaseException as error:
-                    error.add_note(f"in action {action} of a pipeline")
+                    error.add_note(f"in action {action} of a pipeline{self._input_of(action)}")
                     raise
         finally:
             for call in self._open.values():
@@ -154,7 +156,9 @@ class Step:
     def _run(self, action: Action) -> None:
         stage, kind, k = action
         if kind == FORWARD:
-            self._forward(stage, k)
+            self._x = self._arriving.pop((stage, "F", k))() if stage else None
+            self._forward(stage, k, self._x)
+            self._x = None
         elif kind in (BACKWARD, INPUTS):
             self._backward(stage, k, is_whole=kind == BACKWARD)
         elif kind == WEIGHTS:
@@ -185,8 +189,14 @@ class Step:
         for work in self._sent.popleft():
             work.wait()
 
-    def _forward(self, stage: int, k: int) -> None:
-        x = self._arriving.pop((stage, "F", k))() if stage else None
+    def _input_of(self, action: Action) -> str:
+        """Say for the error of a forward pass what the stage before has given."""
+        if action.kind != FORWARD or self._x is None:
+            return ""
+        form, _ = form_of(self._x, lambda path: False, "activations")
+        return f", whose input from stage {action.stage - 1} is {form}"
+
+    def _forward(self, stage: int, k: int, x: Any) -> None:
         given = (Handed(x) if stage else None, self._batches[k])
         out, pullback = self._start(self._stages[stage], given)
         call = self._open[stage, k] = Open(x, out, pullback)
