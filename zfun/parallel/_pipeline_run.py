@@ -17,6 +17,7 @@ from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.transforms import Pullback, add_grads
 from zfun.transforms._batches import open_batch
 from zfun.transforms.grads._accumulate import times
+from zfun.transforms.grads._pullback import View
 from zfun.transforms.grads._value import NO_AUX, parse
 
 StartVjp: TypeAlias = Callable[[Callable[..., Any], Any], tuple[Any, Pullback]]
@@ -28,12 +29,29 @@ _MAX_SENT = 2
 
 
 class Handed:
-    """The input of a stage, which transforms of the batch, such as a cast, leave as it is."""
+    """The input of a stage, which transforms of the batch, such as a cast, leave as it is.
 
-    __slots__ = ("value",)
+    Args:
+        value: the input; ``None`` of the first stage.
+        is_split: whether backward comes in two halves, for which the stage gets views.
 
-    def __init__(self, value: Any) -> None:
+    Attributes:
+        views: of the parameters, which the stage got.
+    """
+
+    __slots__ = ("is_split", "value", "views")
+
+    def __init__(self, value: Any, *, is_split: bool) -> None:
         self.value = value
+        self.is_split = is_split
+        self.views: list[View] = []
+
+    def viewed(self, leaf: Any) -> Any:
+        """Return a view of a parameter, unless it is gathered where it is used."""
+        if not self.is_split or type(leaf) is not Tensor or not leaf.requires_grad:
+            return leaf
+        self.views.append((leaf, leaf.view_as(leaf)))
+        return self.views[-1][1]
 
 
 @dataclass(frozen=True)
@@ -52,10 +70,12 @@ class StageFunction:
     takes_batch: bool
     is_last: bool
 
-    def __call__(self, params: Any, given: tuple[Handed | None, Any]) -> Any:
+    def __call__(self, params: Any, given: tuple[Handed, Any]) -> Any:
         handed, batch = given
-        x = batch if handed is None else handed.value
-        out = self.fn(self.pick(params), x, *([batch] if self.takes_batch else []))
+        x = batch if handed.value is None else handed.value
+        own = self.pick(params)
+        own = tree.map(handed.viewed, own) if handed.is_split else own
+        out = self.fn(own, x, *([batch] if self.takes_batch else []))
         if not self.is_last:
             return out
         _, total, weight, aux = parse(out)
@@ -70,6 +90,7 @@ class Open:
         x: the input of the stage; ``None`` of the first one.
         out: the outputs.
         pullback: the way back.
+        views: of the parameters, if backward comes in two halves.
         weights: of the loss, on this rank and on all ranks; ``None`` for a plain mean.
         rest: the second half of the pullback.
     """
@@ -77,6 +98,7 @@ class Open:
     x: Any
     out: Any
     pullback: Pullback
+    views: list[View]
     weights: Tensor | None = None
     rest: Callable[[], Any] | None = None
 
@@ -134,11 +156,14 @@ class Step:
         self._arriving: dict[tuple[int, str, int], Arrival] = {}
         self._sent: deque[list[Work]] = deque()
         self._summed: dict[int, Work] = {}
+        # Stages and micro-batches whose backward comes in two halves.
+        self._split: set[tuple[int, int]] = set()
         # The input of the forward pass that runs.
         self._x: Any = None
 
     def run(self, actions: Sequence[Action]) -> Results:
         """Run the actions, and wait for everything that was sent."""
+        self._split = {(stage, k) for stage, kind, k in actions if kind == INPUTS}
         try:
             for action in actions:
                 try:
@@ -197,9 +222,9 @@ class Step:
         return f", whose input from stage {action.stage - 1} is {form}"
 
     def _forward(self, stage: int, k: int, x: Any) -> None:
-        given = (Handed(x) if stage else None, self._batches[k])
-        out, pullback = self._start(self._stages[stage], given)
-        call = self._open[stage, k] = Open(x, out, pullback)
+        handed = Handed(x, is_split=(stage, k) in self._split)
+        out, pullback = self._start(self._stages[stage], (handed, self._batches[k]))
+        call = self._open[stage, k] = Open(x, out, pullback, handed.views)
         if stage == self._last:
             self._take_loss(k, out, call)
         elif stage + 1 in self._stages:
@@ -238,13 +263,16 @@ class Step:
             del self._open[stage, k]
             self._add(k, grads, call.weights)
         else:
-            found, call.rest = call.pullback.inputs_first(cotangents, inputs, weight=weight)
+            found, call.rest = call.pullback.inputs_first(
+                cotangents, inputs, call.views, weight=weight
+            )
         if stage:
             back = {"x": found, "weights": call.weights}
             # Of this rank, or sent next.
             self._arriving[stage - 1, "B", k] = lambda: back
         # Cotangents and activations must not outlive the action.
         call.x = call.out = None
+        call.views = []
 
     def _add(self, k: int, grads: Any, weights: Tensor | None) -> None:
         if weights is not None:

@@ -61,5 +61,3 @@ def that_raises(group: zf.Group) -> Any:
     loss = pipeline(fns, group, num_micro_batches=4)
     z = zf.zero(1, loss, optim.sgd(0.1), zf.collectives.single_group())
     return z.step(z.init(pipelines.params(group.size)), pipelines.batch(0, 0))
-
-

@@ -258,6 +258,36 @@ def test_actions_run_in_the_order_of_the_schedule(name: str) -> None:
     zf.simulate(pp, main)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_parameters_come_after_the_inputs_of_other_micro_batches(stage: int) -> None:
+    """ZB-H1 on rank 1 of 2 differentiates the inputs of two micro-batches first."""
+
+    def main(group: zf.Group) -> Any:
+        order: list[str] = []
+
+        def end(params: Any, x: Any, batch: Any) -> Any:
+            k = int(batch["k"][0])
+            x["x"].register_hook(lambda grad: order.append(f"I{k}"))
+            # The hook of a parameter doubles its gradient, once.
+            params["w"].register_hook(lambda grad: order.append(f"W{k}") or 2 * grad)
+            return pipelines.last(params, x, batch)
+
+        loss = pipeline(pipelines.stages(2, end), group, "zero_bubble", num_micro_batches=4)
+        z = zf.zero(stage, loss, optim.sgd(1.0), zf.collectives.single_group())
+        state = z.init(pipelines.params(2))
+        state, _ = z.step(state, pipelines.batch(0, 0) | {"k": torch.arange(12) // 3})
+        return order, z.params(state)[1]["w"]
+
+    def once(group: zf.Group) -> Any:
+        z = zf.zero(stage, pipelines.whole(pipelines.stages(2)), optim.sgd(2.0), group)
+        state, _ = z.step(z.init(pipelines.params(2)), pipelines.batch(0, 0))
+        return z.params(state)[1]["w"]
+
+    _, (order, found) = zf.simulate(2, main)
+    assert order == ["I0", "I1", "W0", "I2", "W1", "I3", "W2", "W3"]
+    torch.testing.assert_close(found, zf.simulate(1, once)[0], rtol=0, atol=1e-12)
+
+
 def test_messages_and_bytes_have_closed_forms() -> None:
     num_micro, pp = 4, 3
 
