@@ -141,8 +141,8 @@ def run_with_messages(lists: Schedule) -> None:
                 row.popleft()
                 moved = True
         assert moved, [row[0] for row in left if row]
-    for pair in order:
-        first, second = order[pair].values()
+    for pair, texts in order.items():
+        first, second = texts.values()
         assert first == second
         assert sorted(sent[pair]) == sorted(received[pair])
 

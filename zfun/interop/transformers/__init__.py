@@ -1,13 +1,15 @@
-"""``transformers.Trainer`` with sharded training state; needs ``pip install zfun[transformers]``.
+"""``transformers`` with sharded training state; needs ``pip install zfun[transformers]``.
 
 ===============  =================================================================================
 ``_trainer``     the subclasses: what the loop of ``transformers`` calls
 ``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
 ``_options``     the meaning of ``zero=``, and arguments that are refused
+``_stages``      decoders cut between layers, for pipelines
 ===============  =================================================================================
 """
 
 from zfun.interop.transformers._arguments import TrainingArguments
+from zfun.interop.transformers._stages import Stages, pipeline_stages
 from zfun.interop.transformers._trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments"]
+__all__ = ["Seq2SeqTrainer", "Stages", "Trainer", "TrainingArguments", "pipeline_stages"]
