@@ -271,6 +271,24 @@ class Held:
     Args:
         ranks: ascending; a leaf with several, such as a tied embedding, has equal values and equal
             gradients on these.
+        tied_to: the path of the first of tied leaves, which may lie on different ranks.
     """
 
     ranks: tuple[int, ...]
+    tied_to: str = ""
+
+
+def is_first(spread: Sequence[Cut | Held | None], ranks: Sequence[int]) -> bool:
+    """Whether this rank is the first of those that hold its part of a leaf.
+
+    Args:
+        spread: how the leaf is spread over each model axis; nothing stands for whole leaves.
+        ranks: this rank along each of these axes.
+
+    Example:
+        >>> [is_first((Cut(0), None), ranks) for ranks in ((0, 0), (1, 0), (0, 1))]
+        [True, True, False]
+    """
+    firsts = [x.ranks[0] if isinstance(x, Held) else 0 for x in spread] or [0] * len(ranks)
+    cuts = [isinstance(x, Cut) for x in spread] or [False] * len(ranks)
+    return all(cut or rank == first for cut, rank, first in zip(cuts, ranks, firsts, strict=True))

@@ -40,7 +40,7 @@ from zfun.options import (
     integer,
     takes,
 )
-from zfun.placement import Cut, Held, P, S
+from zfun.placement import P, S, is_first
 
 # ``rule(path, leaf)`` returns "mean", "rank 0" or "by rank"; None for a leaf that is no buffer. The
 # leaf may be a meta tensor.
@@ -424,17 +424,13 @@ def _counted(flat: Flat) -> list[list[tuple[int, int]]] | None:
     if not axes:
         return None
 
-    def is_counted(spread: Sequence[Cut | Held | None]) -> bool:
-        firsts = (x.ranks[0] if isinstance(x, Held) else 0 for x in spread)
-        pairs = zip(spread, firsts, axes, strict=True)
-        return all(isinstance(x, Cut) or axis.rank == first for x, first, axis in pairs)
-
+    ranks = [axis.rank for axis in axes]
     spans: list[list[tuple[int, int]]] = [[] for _ in flat.layout.buckets]
     for slot in sorted(flat.layout.leaves, key=lambda slot: slot.offset):
         begin, end = flat.layout.buckets[slot.bucket].span(flat.group.rank, flat.group.size)
         start = max(slot.offset, begin)
         stop = min(slot.offset + slot.numel, end)
-        if start < stop and is_counted(slot.spread):
+        if start < stop and is_first(slot.spread, ranks):
             found = spans[slot.bucket]
             # Between neighbours there are zeros alone.
             joins = bool(found) and aligned(found[-1][1]) == start - begin

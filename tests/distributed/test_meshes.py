@@ -31,6 +31,7 @@ BODIES = [
     mesh_bodies.collectives,
     mesh_bodies.trained,
     mesh_bodies.over_named_axes,
+    mesh_bodies.over_model_axes,
     mesh_bodies.branching,
     mesh_bodies.over_two_hosts,
     optimizers.every_optimizer_over_a_mesh,

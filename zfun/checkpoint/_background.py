@@ -12,7 +12,7 @@ from typing import Any
 
 from zfun.checkpoint._together import attempt, error_from, report_of
 from zfun.checkpoint.format._write import be_gentle, explaining
-from zfun.collectives import Group, agreement_group, barrier, gather_json, global_ranks
+from zfun.collectives import Group, barrier, gather_json, global_ranks, whole_group
 from zfun.errors import CheckpointError, ZfunError
 from zfun.options import GROUP, takes
 
@@ -77,9 +77,9 @@ def check_saves(group: Group) -> None:
         >>> from zfun.collectives import single_group
         >>> check_saves(single_group())
     """
-    whole = agreement_group(group)
-    saving = _UNDER_WAY.get(whole)
-    if saving is not None and saving.done and saving.error is not None:
+    whole = whole_group(group)
+    saving = None if whole is None else _UNDER_WAY.get(whole)
+    if whole is not None and saving is not None and saving.done and saving.error is not None:
         del _UNDER_WAY[whole]
         raise saving.error
 

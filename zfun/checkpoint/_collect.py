@@ -28,7 +28,7 @@ from zfun.checkpoint._parts import (
 )
 from zfun.checkpoint.format._manifest import check_key
 from zfun.checkpoint.format._plain import DTYPES, dtype_name, encode, real_dtype
-from zfun.collectives import Group, gather_json, gather_values
+from zfun.collectives import Group, gather_json, gather_values, model_groups
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.placement import P, R
@@ -120,6 +120,10 @@ def collect(
         sources.append(WriteSource(part.value, real_dtype(slot.dtype), outputs))
     report: dict[str, Any] = {"own": list(map(_described, own)), "values": own_values}
     report |= {"rng": contents.rng, "loader": contents.loader}
+    flats = (part.value for part in contents.parts if isinstance(part.value, Flat))
+    if any(model_groups(flat.group) for flat in flats):
+        report["leaves"] = list(map(_described, slots))
+        report |= {"ties": contents.ties, "masters": contents.masters}
     if group.rank == 0:
         report["shared"] = {
             "step": contents.step,
@@ -135,7 +139,7 @@ def collect(
 
 
 def _described(slot: PartSlot) -> list[Any]:
-    return [slot.key, dtype_name(slot.dtype), list(slot.shape)]
+    return [slot.key, dtype_name(slot.dtype), list(slot.shape), list(slot.cuts)]
 
 
 def _is_own(part: Part, bucket: int, differing: set[str]) -> bool:
@@ -150,7 +154,7 @@ def _sources_of(
         is_own = _is_own(part, bucket, differing)
         whole = (0, flat.layout.buckets[bucket].padded_numel)
         within = whole if is_own else owned_range(flat, bucket)
-        spans = spans_of(part, slots, bucket, within)
+        spans = (x for x in spans_of(part, slots, bucket, within) if not x.slot.is_shared)
         outputs = tuple(span._replace(by_rank=is_own) for span in spans)
         yield bucket, WriteSource(buffer, buffer.dtype, outputs)
 
@@ -203,7 +207,9 @@ def records_of(
         elif not isinstance(value, Flat):
             records[part.path] = f"{value.dtype} {tuple(value.shape)} {_print_of(value)}"
         else:
-            paths = "\n".join(value.layout.paths).encode()
+            # Along a model axis ranks may hold other leaves.
+            held = () if model_groups(value.group) else value.layout.paths
+            paths = "\n".join(held).encode()
             records[f"{part.path}@"] = repr((value.placement, zlib.crc32(paths)))
             if value.placement is R and by_rank(part.path):
                 for bucket, buffer in enumerate(value.buffers):

@@ -23,6 +23,7 @@ from zfun.checkpoint._parts import (
     spans_of,
 )
 from zfun.checkpoint.format._manifest import LeafEntry
+from zfun.checkpoint.format._order import StoredCut, from_stored, to_stored
 from zfun.checkpoint.format._payload import Payload, Want
 from zfun.checkpoint.format._plain import real_dtype
 from zfun.collectives import await_readers, is_symmetric
@@ -74,9 +75,9 @@ def read_leaf(payload: Payload, entry: LeafEntry) -> Tensor:
     """
     flat = scratch((entry.numel,), entry.element, torch.device("cpu"))
     payload.read(_wants(entry, 0, flat))
-    if entry.dtype.is_complex:
-        return torch.view_as_complex(flat.view(*entry.shape, 2))
-    return flat.view(entry.shape)
+    real = (*entry.shape, 2) if entry.dtype.is_complex else entry.shape
+    shaped = from_stored(flat, real, entry.cuts) if entry.cuts else flat.view(real)
+    return torch.view_as_complex(shaped.contiguous()) if entry.dtype.is_complex else shaped
 
 
 class _Filler:
@@ -97,7 +98,7 @@ class _Filler:
                 continue
             (slot,) = slots_of(part)
             entry, dtype = self.found.leaves.get(slot.key), real_dtype(value.dtype)
-            if entry is None or entry.element != dtype or id(value) in self._ahead:
+            if entry is None or entry.element != dtype or entry.cuts or id(value) in self._ahead:
                 continue
             self._ahead[id(value)] = memory = torch.zeros(slot.numel, dtype=entry.element)
             wants += _wants(entry, 0, memory)
@@ -170,7 +171,9 @@ class _Filler:
         for slot in slots:
             buffer = buffers[slot.bucket]
             is_memory = isinstance(buffer, Tensor) and buffer.device.type == "cpu"
-            if not is_memory or (slot.key in found and found[slot.key].element != buffer.dtype):
+            entry = found.get(slot.key)
+            is_alike = entry is None or (entry.element, entry.cuts) == (buffer.dtype, slot.cuts)
+            if not is_memory or not is_alike:
                 return False
         if is_symmetric(flat.group):
             await_readers(flat.group, buffers)
@@ -260,6 +263,12 @@ class _Filler:
             entry = self.found.leaves.get(span.slot.key)
             if entry is None:
                 continue
+            if entry.cuts != span.slot.cuts:
+                # Stored in another order, so that the range lies in many places.
+                with self._trying():
+                    whole = _in_order(read_leaf(self.payload, entry), span.slot.cuts)
+                    staged.append((span, whole[span.first : span.first + span.numel].clone()))
+                continue
             if is_plain_memory and entry.element == memory.dtype:
                 target = memory[span.start : span.start + span.numel]
             else:
@@ -270,6 +279,11 @@ class _Filler:
             self.payload.read(wants)
             for span, target in staged:
                 memory[span.start : span.start + span.numel].copy_(target)
+
+
+def _in_order(leaf: Tensor, cuts: Sequence[StoredCut]) -> Tensor:
+    """Return the elements of a leaf in the stored order of some cuts."""
+    return to_stored(torch.view_as_real(leaf) if leaf.is_complex() else leaf, cuts)
 
 
 def _wants(entry: LeafEntry, first: int, target: Tensor) -> Iterator[Want]:

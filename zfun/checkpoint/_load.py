@@ -22,13 +22,13 @@ from zfun.checkpoint._background import settle
 from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
-from zfun.checkpoint._parts import Part, group_of, parts_of
+from zfun.checkpoint._parts import Part, group_of, parts_of, slots_of, ties_of
 from zfun.checkpoint._random import set_random, use_loader
 from zfun.checkpoint._together import agree, attempt
 from zfun.checkpoint.format._manifest import Manifest
 from zfun.checkpoint.format._payload import Payload
 from zfun.checkpoint.format._plain import decode
-from zfun.collectives import Group, gather_json
+from zfun.collectives import Group, gather_json, model_groups
 from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
@@ -132,13 +132,14 @@ def load(
     everyone = group_of(like, group)
     settle(everyone)
     files = files_of(path, files)
+    elsewhere = keys_elsewhere(like, everyone)
     for left in reversed(range(_ATTEMPTS)):
 
         def choose(like: tree.Tree = like) -> _Found:
             parts = parts_of(like)
             _check_apart(parts)
             chosen, manifest = _manifest_at(str(path), step, files)
-            leaves = match(parts, manifest, everyone, cast=cast, reset=reset)
+            leaves = match(parts, manifest, everyone, cast=cast, reset=reset, elsewhere=elsewhere)
             rank = everyone.rank
             mine = [
                 decode(held[rank]) if rank < len(held) else None
@@ -180,6 +181,15 @@ class _Found(NamedTuple):
     data: Any
     rng: Any
     loader: Any
+
+
+def keys_elsewhere(like: tree.Tree, group: Group) -> frozenset[str]:
+    """Return the keys of leaves that other ranks of a model axis hold; all ranks call."""
+    if not any(model_groups(flat.group) for flat in flats(like)):
+        return frozenset()
+    parts = [part for part in parts_of(like) if isinstance(part.value, Flat)]
+    keys = [*ties_of(parts), *(slot.key for part in parts for slot in slots_of(part))]
+    return frozenset(key for side in gather_json(keys, group, "checkpoint keys") for key in side)
 
 
 def _manifest_at(path: str, step: int | None, files: Files) -> tuple[str, Manifest]:

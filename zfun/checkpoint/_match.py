@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,11 @@ def match(
     *,
     cast: bool = False,
     reset: Callable[[str], bool] | None = None,
+    elsewhere: Set[str] = frozenset(),
 ) -> Match:
     """Find the leaf of the checkpoint for each leaf of a state; see :func:`zfun.load`.
+
+    Leaves of the checkpoint that other ranks take are ``elsewhere``.
 
     Raises:
         SpecMismatch: lists all differences, with the nearest names.
@@ -80,7 +83,7 @@ def match(
     for part in parts:
         matcher.add(part)
     matcher.check_ties()
-    matcher.finish()
+    matcher.finish(elsewhere)
     return matcher.found
 
 
@@ -259,7 +262,7 @@ class _Matcher:
     def _problem(self, key: str, text: str) -> None:
         self.problems.append((key, f"{key} {text}"))
 
-    def finish(self) -> None:
+    def finish(self, elsewhere: Set[str]) -> None:
         known = {**self.entries, **self.manifest.values}
         for own in self.manifest.rank_values[:1]:
             known |= own
@@ -267,7 +270,7 @@ class _Matcher:
         extra = [
             key
             for key in known
-            if key not in self.used and key not in optional and not self.reset(key)
+            if key not in self.used | elsewhere and key not in optional and not self.reset(key)
         ]
         if self.cast:
             lost = set(self.manifest.masters.values())

@@ -24,18 +24,20 @@ import torch
 from torch import Tensor
 
 from zfun import tree
+from zfun.checkpoint.format._order import StoredCut, simplified
 from zfun.collectives import (
     Group,
-    agreement_group,
     model_groups,
     replica_group,
     single_group,
     sum_group,
+    whole_group,
 )
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
+from zfun.layout import LeafSlot
 from zfun.optim import LossScaleState, MasterState, MissedSteps
-from zfun.placement import P, R
+from zfun.placement import Cut, Held, P, R, is_first
 from zfun.sources.deferred import memory_of
 from zfun.stores import Stored
 
@@ -141,27 +143,43 @@ def _alone() -> Group:
 
 def group_of(state: tree.Tree, group: Group | None) -> Group:
     """Return all ranks that share a state: the whole mesh, if there is one."""
-    found = [agreement_group(flat.group) for flat in flats(state)]
-    if any(map(model_groups, found)):
-        raise CheckpointError(
-            "a checkpoint holds whole leaves, and the ranks of a model axis hold parts of leaves; "
-            "got a state of zf.zero() over model axes; save zero.params(state)"
-        )
+    found = [_everyone(flat.group) for flat in flats(state)]
     if group is None:
         group = found[0] if found else _alone()
     for other in found:
-        if other is not agreement_group(group):
+        if other is not _everyone(group):
             raise SpecMismatch(
                 "a state is shared by one group of ranks, or by axes of one mesh; got values "
-                f"over {other!r} and over {agreement_group(group)!r}; save them under two paths"
+                f"over {other!r} and over {_everyone(group)!r}; save them under two paths"
             )
-    return agreement_group(group)
+    return _everyone(group)
+
+
+def _everyone(group: Group) -> Group:
+    found = whole_group(group)
+    if found is None:
+        raise CheckpointError(
+            "the ranks of a run over model axes save together, and find each other through their "
+            f"mesh; got {group!r} beside {', '.join(map(repr, model_groups(group)))}; make all "
+            "axes by one zf.mesh(group, dp=..., tp=...)"
+        )
+    return found
 
 
 class PartSlot(NamedTuple):
-    """One logical leaf in a part; ``numel`` counts real elements.
+    """One logical leaf in a part.
 
-    Of a flat, ``offset`` is the first element in the whole bucket.
+    Attributes:
+        key: the path in the state.
+        shape: the shape of the logical leaf.
+        dtype: the dtype.
+        numel: the number of real elements that this rank's part of the leaf has.
+        bucket: of a flat, the bucket.
+        offset: of a flat, the first element in the whole bucket.
+        first: the place of the part in the leaf; see [Note: stored order].
+        is_all: whether the part is all of the leaf.
+        cuts: how the leaf is stored.
+        is_shared: whether another rank of a model axis writes the part.
     """
 
     key: str
@@ -170,6 +188,10 @@ class PartSlot(NamedTuple):
     numel: int
     bucket: int = 0
     offset: int = 0
+    first: int = 0
+    is_all: bool = True
+    cuts: tuple[StoredCut, ...] = ()
+    is_shared: bool = False
 
 
 def slots_of(part: Part) -> list[PartSlot]:
@@ -179,12 +201,38 @@ def slots_of(part: Part) -> list[PartSlot]:
         numel = value.shape.numel() * (2 if value.dtype.is_complex else 1)
         return [PartSlot(part.path, tuple(value.shape), value.dtype, numel)]
     found = []
+    axes = model_groups(value.group)
+    ranks = [axis.rank for axis in axes]
     for slot in value.layout.leaves:
         dtype = value.buffers[slot.bucket].dtype
         dtype = dtype.to_complex() if slot.dtype.is_complex else dtype
-        key = join(part.path, slot.path)
-        found.append(PartSlot(key, slot.shape, dtype, slot.numel, slot.bucket, slot.offset))
+        shape, index, cuts = [*slot.shape], 0, list[StoredCut]()
+        for axis, kind in zip(axes, slot.spread, strict=False):
+            if isinstance(kind, Cut):
+                shape[kind.dim] *= axis.size
+                index = index * axis.size + axis.rank
+                cuts.append(StoredCut(kind.dim, axis.size, kind.parts))
+        found.append(
+            PartSlot(
+                join(part.path, _first_of(slot)),
+                tuple(shape),
+                dtype,
+                slot.numel,
+                slot.bucket,
+                slot.offset,
+                index * slot.numel,
+                tuple(shape) == slot.shape,
+                simplified(cuts),
+                not is_first(slot.spread, ranks),
+            )
+        )
     return found
+
+
+def _first_of(slot: LeafSlot) -> str:
+    """Return the path of the first of the leaves that are tied to this one, on any rank."""
+    ties = (kind.tied_to for kind in slot.spread if isinstance(kind, Held) and kind.tied_to)
+    return next(ties, slot.path)
 
 
 def ties_of(parts: Sequence[Part]) -> dict[str, str]:
@@ -196,7 +244,7 @@ def ties_of(parts: Sequence[Part]) -> dict[str, str]:
         if isinstance(value, Flat):
             layout = value.layout
             for path, position in zip(layout.paths, layout.positions, strict=True):
-                first = layout.leaves[position].path
+                first = _first_of(layout.leaves[position])
                 if path != first:
                     ties[join(part.path, path)] = join(part.path, first)
         elif isinstance(value, (Tensor, Stored)):
@@ -213,7 +261,7 @@ class PartSpan(NamedTuple):
     Attributes:
         slot: the leaf.
         start: where the range begins in the buffer.
-        first: the first element of the range in the leaf.
+        first: the first element of the range in the leaf, in stored order.
         numel: the length.
         by_rank: whether the value is this rank's own.
     """
@@ -254,7 +302,8 @@ def spans_of(
         start = max(within[0], slot.offset)
         stop = min(within[1], slot.offset + slot.numel)
         if start < stop:
-            yield PartSpan(slot, start - base, start - slot.offset, stop - start)
+            first = slot.first + start - slot.offset
+            yield PartSpan(slot, start - base, first, stop - start)
 
 
 def masters_of(parts: Sequence[Part]) -> dict[str, str]:

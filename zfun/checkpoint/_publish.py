@@ -41,6 +41,7 @@ from zfun.checkpoint.format._manifest import (
     Piece,
     format_manifest,
 )
+from zfun.checkpoint.format._order import StoredCut
 from zfun.checkpoint.format._parse import parse_manifest
 from zfun.checkpoint.format._plain import DTYPES
 from zfun.checkpoint.format._write import Hashing, explaining, write_file
@@ -230,7 +231,7 @@ class Job:
 def _named(output: PartSpan, dtype: torch.dtype) -> tuple[str, torch.dtype, tuple[int, ...]]:
     """Name a range for other tools: a whole real leaf by its key, in its shape."""
     slot = output.slot
-    is_whole = output.numel == slot.numel
+    is_whole = output.numel == slot.numel and slot.is_all
     name = slot.key if is_whole else f"{slot.key}[{output.first}:{output.first + output.numel}]"
     return name, dtype, slot.shape if is_whole and not slot.dtype.is_complex else (output.numel,)
 
@@ -248,12 +249,19 @@ def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> Manifes
             files.append(FileEntry(name, num_bytes, data_start, tuple(chunks)))
 
     def entry(described: list[Any], rank: int | None = None) -> LeafEntry:
-        key, dtype, shape = described
+        key, dtype, shape, cuts = described
         held = sorted(pieces.get((key, rank), ()), key=lambda piece: piece.first)
-        return LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held))
+        orders = tuple(StoredCut(dim, size, tuple(parts)) for dim, size, parts in cuts)
+        return LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held), orders)
 
     shared = reports[0]["shared"]
-    leaves = [entry(described) for described in shared.pop("leaves")]
+    described = {each[0]: each for each in shared.pop("leaves")}
+    for report in reports:
+        # Along a model axis other ranks hold other leaves.
+        described = {each[0]: each for each in report.get("leaves", ())} | described
+        for name in ("ties", "masters"):
+            shared[name] = {**report.get(name, {}), **shared[name]}
+    leaves = [entry(each) for each in described.values()]
     for own in zip(*(report["own"] for report in reports), strict=True):
         leaves += (entry(described, rank) for rank, described in enumerate(own))
     own_values = [report["values"] for report in reports]

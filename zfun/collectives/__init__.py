@@ -82,6 +82,7 @@ from zfun.collectives._roles import axes_of as axes_of
 from zfun.collectives._roles import data_axes as data_axes
 from zfun.collectives._roles import model_groups as model_groups
 from zfun.collectives._roles import replica_group as replica_group
+from zfun.collectives._roles import whole_group as whole_group
 from zfun.collectives._values import barrier, exchange_values, gather_values
 from zfun.collectives._values import gather_json as gather_json
 from zfun.collectives._work import Work

@@ -36,7 +36,7 @@ import functools
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -65,7 +65,13 @@ Hops: TypeAlias = Generator[Work, Tensor, Tensor]
 
 @final
 class Axis(Wrapper):
-    """One axis of a mesh, whose collectives keep the order of the mesh's others."""
+    """One axis of a mesh, whose collectives keep the order of the mesh's others.
+
+    Attributes:
+        home: the mesh.
+    """
+
+    home: Any
 
     def __init__(self, group: Group, name: str, numbers: Sequence[int], order: Order) -> None:
         super().__init__(group)
@@ -73,6 +79,7 @@ class Axis(Wrapper):
         self.axes = [self]
         self.global_ranks = numbers
         self._order = order
+        self.home = None
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         if call.stream is not Stream.CONTROL and not self._order.queues[call.stream]:

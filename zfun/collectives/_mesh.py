@@ -72,6 +72,8 @@ class NamedMesh:
             name: Axis(group, name, self.numbers((name,)), self.order)
             for name, group in axes.items()
         }
+        for axis in self.axes.values():
+            axis.home = self
         self.meshes: dict[tuple[str, ...], Mesh] = {}
         self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Hybrid] = {}
 

@@ -58,6 +58,19 @@ def model_groups(group: Group) -> tuple[Group, ...]:
     return group.model if isinstance(group, DataAxes) else ()
 
 
+def whole_group(group: Group) -> Group | None:
+    """Return all ranks of a run, along data axes and model axes; ``None`` without a mesh."""
+    if not isinstance(group, DataAxes):
+        return agreement_group(group)
+    axes = [axis for each in (group.sums, *group.model) for axis in axes_of(each)]
+    homes = [axis.home if isinstance(axis, Axis) else None for axis in axes]
+    if homes[0] is None or any(home is not homes[0] for home in homes):
+        return None
+    names = {axis.axis for axis in axes if isinstance(axis, Axis)}
+    found: Group = homes[0].along(tuple(name for name in homes[0].names if name in names))
+    return found
+
+
 def data_axes(group: Group) -> Group:
     """Return the data axes alone."""
     return group.wrapped if isinstance(group, DataAxes) else group

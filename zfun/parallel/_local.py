@@ -213,7 +213,8 @@ def _together(
 def _joined(kinds: Sequence[Cut | Held | None], paths: Sequence[str]) -> Cut | Held | None:
     """Return how tied leaves are spread over an axis."""
     if all(isinstance(kind, Held) for kind in kinds):
-        return Held(tuple(sorted({rank for kind in kinds for rank in kind.ranks})))  # type: ignore[union-attr]
+        ranks = {rank for kind in kinds if isinstance(kind, Held) for rank in kind.ranks}
+        return Held(tuple(sorted(ranks)), paths[0] if len(paths) > 1 else "")
     if len(set(kinds)) > 1:
         raise OptionError(
             f"tied leaves are spread over an axis in one way; got {kinds} for "

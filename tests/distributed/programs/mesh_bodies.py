@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from typing import Any
 
 import pytest
@@ -28,11 +29,13 @@ from zfun.collectives import (
     Stream,
     axis_of,
     barrier,
+    gather_json,
     gather_values,
 )
 from zfun.collectives.launch import _init as process
 from zfun.collectives.shm import _rendezvous as rendezvous
 from zfun.errors import CollectiveMismatch, PeerLost
+from zfun.parallel import Cut, Held, ModelAxis, ParallelLoss
 from zfun.testing import assert_same_bits
 
 
@@ -109,6 +112,37 @@ def over_named_axes(group: zf.Group) -> Any:
             state, info = z.step(state, batches[group.rank])
             results.append(info.grad_norm)
         results.append(z.params(state))
+    return results
+
+
+def over_model_axes(group: zf.Group) -> Any:
+    """A run whose leaves are cut over one axis and sharded over the other, and its checkpoint."""
+    mesh = zf.mesh(group, dp=2, tp=2)
+    rules = {"up": Cut(0), "down": Cut(1, (2, 4)), "first": Held((0,))}
+    axis = ModelAxis(mesh["tp"], lambda path, leaf: rules.get(path))
+    chance = torch.Generator().manual_seed(0)
+    shapes = {"up": (8, 300), "down": (3, 6), "norm": (7,), "first": (40,)}
+    params = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+
+    def loss_fn(held: Any, batch: torch.Tensor) -> torch.Tensor:
+        terms = (((leaf - batch) ** 2).sum() for leaf in held.values() if leaf is not None)
+        return sum(terms, torch.zeros(()))
+
+    results: list[Any] = []
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1))
+    with tempfile.TemporaryDirectory() as folder:
+        # All ranks save to the folder of the first one.
+        shared = gather_json(folder, group, "folder")[0]
+        for stage in (0, 1, 3):
+            z = zf.zero(stage, ParallelLoss(loss_fn, [axis]), rule, mesh["dp"])
+            state = z.init(params)
+            for step in range(2):
+                state, info = z.step(state, torch.tensor(1.0 + step + mesh.coordinates["dp"]))
+                results.append(info.grad_norm)
+            zf.save(f"{shared}/{stage}", state)
+            state = zf.load(f"{shared}/{stage}", z.init(params)).state
+            results.append(z.params(state))
+        barrier(group)
     return results
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import zfun as zf
 from zfun import optim
-from zfun.errors import CheckpointError, LeafError, OptionError, SpecMismatch
+from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.parallel import Cut, Held, ModelAxis, ParallelLoss
 
 RULES: dict[str, Cut | Held] = {"up": Cut(0), "down": Cut(1), "first": Held((0,))}
@@ -189,11 +188,3 @@ def test_an_axis_is_for_data_or_for_a_model() -> None:
         zf.zero(2, loss, optim.sgd(0.1), mesh["tp"])
 
     refused("different axes of one mesh; got two that share ranks", OptionError, main)
-
-
-def test_checkpoints_of_parts_are_refused(tmp_path: Path) -> None:
-    def main(group: zf.Group) -> None:
-        z, _ = zero_of(group)
-        zf.save(tmp_path / "run", z.init(params()))
-
-    refused("a checkpoint holds whole leaves", CheckpointError, main)

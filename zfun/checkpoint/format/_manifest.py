@@ -4,7 +4,8 @@
 A checkpoint is a directory ``step-00000010`` with a file ``manifest.json`` and payload files
 ``00000.safetensors``, one for each rank that wrote. The manifest names *logical leaves*: the path
 of a tensor in the state, the same for every group size, stage, bucket size, mesh and store. A leaf
-is a row of *pieces*, each a range of its elements in row-major order at a place in one file. A
+is a row of *pieces*, each a range of its elements in stored order at a place in one file: row-major
+but for leaves that were cut over model axes, see [Note: stored order]. A
 complex number counts as two elements. Padding of buckets is in no file.
 
 The classes here are the schema: their fields are those of the JSON, ``num_bytes`` as ``bytes``.
@@ -37,6 +38,7 @@ import numpy as np
 import torch
 import xxhash
 
+from zfun.checkpoint.format._order import StoredCut
 from zfun.checkpoint.format._plain import dtype_name, real_dtype
 from zfun.errors import CheckpointError
 from zfun.options import instance, takes
@@ -87,6 +89,7 @@ class LeafEntry:
         shape: the shape of the whole leaf.
         rank: the rank that the value belongs to; ``None`` for a value that all ranks share.
         pieces: the pieces in ascending order, without gaps.
+        cuts: the stored order; empty, and not in the JSON, for row-major order.
     """
 
     key: str
@@ -94,6 +97,7 @@ class LeafEntry:
     shape: tuple[int, ...]
     rank: int | None
     pieces: tuple[Piece, ...]
+    cuts: tuple[StoredCut, ...] = ()
 
     @property
     def element(self) -> torch.dtype:
@@ -214,4 +218,6 @@ def format_manifest(manifest: Manifest) -> bytes:
 def _as_json(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    return {name: getattr(value, held) for name, held in fields_of(type(value)).items()}
+    found = {name: getattr(value, held) for name, held in fields_of(type(value)).items()}
+    # Readers from before model axes know no cuts.
+    return {name: x for name, x in found.items() if name != "cuts" or x}

@@ -21,6 +21,7 @@ from zfun.checkpoint.format._manifest import (
     check_key,
     fields_of,
 )
+from zfun.checkpoint.format._order import StoredCut
 from zfun.checkpoint.format._plain import DTYPES, parse
 from zfun.errors import CorruptCheckpoint
 from zfun.options import TEXT, instance, takes
@@ -181,7 +182,11 @@ class _Reader:
         return FileEntry(name, num_bytes, start, tuple(chunks))
 
     def leaf(self, found: Any, ranks: int, num_files: int) -> LeafEntry:
-        self.entry(found, "a leaf", _LEAF)
+        # Leaves from before model axes, and most others, have no cuts.
+        own: list[Any] = []
+        found = self.entry(
+            {"cuts": own, **found} if isinstance(found, dict) else found, "a leaf", _LEAF
+        )
         key, dtype = found["key"], found["dtype"]
         check_key(key, self.refuse)
         if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -199,6 +204,7 @@ class _Reader:
                 self.piece(x, key, num_files)
                 for x in self.items(found["pieces"], f"the pieces of {key!r}")
             ),
+            self.cuts(found["cuts"], key, shape),
         )
         end = 0
         for piece in entry.pieces:
@@ -211,6 +217,22 @@ class _Reader:
         if end != entry.numel:
             self.refuse(f"leaf {key!r} of shape {shape} has {entry.numel} elements; got {end}")
         return entry
+
+    def cuts(self, found: Any, key: str, shape: Sequence[int]) -> tuple[StoredCut, ...]:
+        what, local = f"a cut of {key!r}", [*shape]
+        cuts = self.items(found, f"the cuts of {key!r}")
+        if len(cuts) > _MAX_DIMS:
+            self.refuse(f"leaf {key!r} is cut at most {_MAX_DIMS} times; got {len(cuts)}")
+        for cut in cuts:
+            if type(cut) is not list or len(cut) != 3 or not shape:
+                self.refuse(f"{what} is a dim, a number of parts and a list; got {str(cut)[:60]!r}")
+            dim = self.integer(cut[0], what, 0, len(shape) - 1)
+            size = self.integer(cut[1], what, 1, _MAX_RANKS)
+            parts = [self.integer(x, what) for x in self.items(cut[2], what)] or [local[dim]]
+            if sum(parts) != local[dim] or any(part % size for part in parts):
+                self.refuse(f"{what} divides its parts; got {str(cut)[:60]!r} of shape {local}")
+            local[dim] //= size
+        return tuple(StoredCut(dim, size, tuple(parts)) for dim, size, parts in cuts)
 
     def piece(self, found: Any, key: str, num_files: int) -> Piece:
         if type(found) is not list or len(found) != 4:
