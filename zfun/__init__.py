@@ -5,6 +5,7 @@ from zfun import collectives as collectives
 from zfun import compression as compression
 from zfun import errors as errors
 from zfun import optim, stores
+from zfun import parallel as parallel
 from zfun import planner as planner
 from zfun import policies as policies
 from zfun import sources as sources
@@ -13,6 +14,7 @@ from zfun.collectives import Group, mesh, process_group, record, simulate, split
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.modules import functional
+from zfun.parallel import pipeline
 from zfun.placement import P, R, S
 from zfun.planner import plan
 from zfun.recipes import Precision, zero
@@ -63,6 +65,7 @@ __all__ = [
     "offload",
     "optim",
     "partition",
+    "pipeline",
     "plan",
     "process_group",
     "record",

@@ -262,7 +262,7 @@ def pipeline(
         >>> last = lambda params, x: (params["w"] * x).mean()
         >>> def main(group):
         ...     mesh = zf.mesh(group, pp=2, dp=1)
-        ...     loss = zf.parallel.pipeline([first, last], mesh["pp"], num_micro_batches=2)
+        ...     loss = zf.pipeline([first, last], mesh["pp"], num_micro_batches=2)
         ...     return [str(action) for action in loss.schedule[group.rank]]
         >>> zf.simulate(2, main)
         [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1B0', '1F1', '1B1']]

@@ -26,6 +26,22 @@ from typing import NamedTuple, TypeAlias
 from zfun.errors import OptionError
 from zfun.options import ANY, TEXT, integer, number, takes
 
+__all__ = [
+    "Action",
+    "Schedule",
+    "activations_in_flight",
+    "bubble",
+    "check_schedule",
+    "gpipe",
+    "interleaved",
+    "one_forward_one_backward",
+    "ranks_of_stages",
+    "read_csv",
+    "with_messages",
+    "write_csv",
+    "zero_bubble",
+]
+
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 
@@ -319,8 +335,15 @@ def write_csv(schedule: Sequence[Sequence[Action]]) -> str:
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule)
 
 
+@takes(schedule=ANY)
 def ranks_of_stages(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """Return the rank of each stage.
+
+    Args:
+        schedule: the schedule.
+
+    Returns:
+        One rank for each stage.
 
     Raises:
         OptionError: a stage is on two ranks, or on none.

@@ -135,7 +135,7 @@ def test_tables_of_torch_run(kind: Any) -> None:
 def test_bits_stay_with_options(options: dict[str, Any], stage: int) -> None:
     if options.get("offload"):
         store = zf.stores.host()
-        parts = {"params": store} if stage == 3 else {}
+        parts: dict[str, Any] = {"params": store} if stage == 3 else {}
         options = {"offload": zf.stores.Offload(optimizer=store, grads=store, **parts)}
     assert_equal_bits(pipelines.stages(2), 2, stage, "1f1b", 2, 2, **options)
 
@@ -191,13 +191,15 @@ def test_a_leaf_of_two_stages_has_the_sum_of_their_gradients(stage: int, pp: int
         loss: Any = whole
         if is_piped:
             loss = pipeline(fns, mesh["pp"], num_micro_batches=3, leaves=TIED)
-        options = {} if is_piped else {"num_micro_batches": 3}
+        options: dict[str, Any] = {} if is_piped else {"num_micro_batches": 3}
         make = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
         z = zf.zero(stage, loss, make, mesh["dp"], bucket_bytes=256, **options)
         state = z.init(tied_params())
+        infos = []
         for step in range(NUM_STEPS):
             state, info = z.step(state, pipelines.batch(mesh.coordinates["dp"], step))
-        return z.params(state), info.loss, info.grad_norm
+            infos.append(info)
+        return z.params(state), infos[-1].loss, infos[-1].grad_norm
 
     want = zf.simulate(2, lambda group: main(group, is_piped=False))[0]
     found = zf.simulate(2 * pp, lambda group: main(group, is_piped=True))
@@ -332,7 +334,7 @@ def test_other_micro_batches_bring_other_forms() -> None:
         loss: Any = pipelines.whole(fns)
         if is_piped:
             loss = pipeline(fns, group, num_micro_batches=2)
-        options = {} if is_piped else {"num_micro_batches": 2}
+        options: dict[str, Any] = {} if is_piped else {"num_micro_batches": 2}
         z = zf.zero(2, loss, optim.adamw(1e-2), zf.collectives.single_group(), **options)
         state = z.init(pipelines.params(2))
         for batch in batches:
@@ -414,7 +416,7 @@ def test_a_stage_that_raises_ends_all_ranks() -> None:
 )
 def test_a_pipeline_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     group = zf.collectives.abstract_group(2)
-    given = {"stages": pipelines.stages(2), "num_micro_batches": 2, **change}
+    given: dict[str, Any] = {"stages": pipelines.stages(2), "num_micro_batches": 2, **change}
     with pytest.raises(OptionError, match=message):
         pipeline(given.pop("stages"), group, **given)
 

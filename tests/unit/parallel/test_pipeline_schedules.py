@@ -50,11 +50,12 @@ def lists_of_torch(name: str, n: int, m: int, v: int) -> list[list[str]]:
                 for action in order[n - 1]
             ]
     else:
-        kind = {
+        kinds: dict[str, Any] = {
             "interleaved": of_torch.ScheduleInterleaved1F1B,
             "zero_bubble": of_torch.ScheduleInterleavedZeroBubble,
-        }[name]
-        numbers = types.SimpleNamespace(
+        }
+        kind = kinds[name]
+        numbers: Any = types.SimpleNamespace(
             n_local_stages=v,
             microbatches_per_round=m // max(1, m // n),
             pp_group_size=n,

@@ -21,7 +21,7 @@ class Stages(NamedTuple):
     """The stages of a model.
 
     Attributes:
-        functions: for ``stages`` of :func:`zfun.parallel.pipeline`.
+        functions: for ``stages`` of :func:`zfun.pipeline`.
         leaves: the names of the parameters of each, for ``leaves``.
     """
 
@@ -34,7 +34,7 @@ class Stages(NamedTuple):
     num_stages=integer(1),
 )
 def pipeline_stages(model: nn.Module, num_stages: int) -> Stages:
-    """Cut a decoder between layers, for :func:`zfun.parallel.pipeline`.
+    """Cut a decoder between layers, for :func:`zfun.pipeline`.
 
     The first stage has the embedding, the last one the norm, the head and the loss; an embedding
     that is tied to the head belongs to both. Parameters have the names of
@@ -67,7 +67,7 @@ def pipeline_stages(model: nn.Module, num_stages: int) -> Stages:
     if kind not in _KINDS or not hasattr(model, "lm_head"):
         raise OptionError(
             f"pipeline_stages() cuts decoders with a head, of {', '.join(_KINDS)}; got {kind!r} "
-            f"({type(model).__name__}); write the stages as functions for zf.parallel.pipeline()"
+            f"({type(model).__name__}); write the stages as functions for zf.pipeline()"
         )
     count = config.num_hidden_layers
     if num_stages > count:
