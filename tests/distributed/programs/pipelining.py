@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import zfun as zf
-from tests import pipelines
+from tests.unit.parallel import pipelines
 from zfun import optim
 from zfun.parallel import pipeline
 

@@ -11,7 +11,7 @@ import torch.distributed.pipelining.schedules as of_torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pipelines import random_schedules
+from tests.unit.parallel.pipelines import random_schedules
 from zfun.errors import OptionError
 from zfun.parallel import schedules
 from zfun.parallel.schedules import Action, Schedule
