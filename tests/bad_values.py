@@ -46,6 +46,8 @@ MODULES = (
     "zfun.collectives",
     "zfun.compression",
     "zfun.transforms",
+    "zfun.parallel",
+    "zfun.parallel.schedules",
     "zfun.checkpoint",
     "zfun.planner",
     "zfun.planner.formulae",

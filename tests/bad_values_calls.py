@@ -551,8 +551,9 @@ case(
     inputs=("zero", "half", "10**30"),
     weights=("zero", "half", "10**30"),
 )
+case("parallel.model_axes", lambda g: {"loss": loss}, same)
 case(
-    "pipeline",
+    "parallel.pipeline",
     lambda g: {
         "stages": [lambda params, x: x @ params["w"], lambda params, x: (x * params["b"]).sum()],
         "axis": g,

@@ -23,12 +23,13 @@ import torch
 from zfun.collectives import AllReduce, Collective, Group, LeafRecord, Stream, check_same, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.layout import LeafSlot
-from zfun.options import ANY, FUNCTION, GROUP, NAMES, each, integer, shown, takes
+from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss
 from zfun.parallel._pipeline_messages import Channel
 from zfun.parallel._pipeline_run import Results, StageFunction, StartVjp, Step
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of
 from zfun.parallel.schedules import (
+    ACTIONS,
     BY_NAME,
     Action,
     Schedule,
@@ -212,7 +213,7 @@ class Pipeline(ParallelLoss):
 @takes(
     stages=each(FUNCTION, "a sequence of functions", "[first, last]", least=1),
     axis=GROUP,
-    schedule=ANY,
+    schedule=TEXT | ACTIONS,
     num_micro_batches=integer(1),
     leaves=each(NAMES, "a sequence of lists of paths", "[['embed.*'], ['head.*']]") | None,
 )
@@ -297,11 +298,6 @@ def _schedule_of(
                 f"{axis.size} ranks; cut the model in a multiple of {axis.size}"
             )
         return BY_NAME[schedule](axis.size, num_micro_batches, num_stages // axis.size)
-    if not all(isinstance(action, Action) for actions in schedule for action in actions):
-        raise OptionError(
-            f"a schedule has for each rank a list of actions; got {shown(schedule)}; read one with "
-            "zfun.parallel.schedules.read_csv()"
-        )
     check_schedule(schedule)
     made = tuple(tuple(actions) for actions in schedule)
     found = {

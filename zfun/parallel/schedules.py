@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from zfun.errors import OptionError
-from zfun.options import ANY, TEXT, integer, number, takes
+from zfun.options import TEXT, each, instance, integer, number, takes
 
 __all__ = [
     "Action",
@@ -69,6 +69,13 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
+
+ACTIONS = each(
+    each(instance(Action, "an action", "Action(0, 'F', 0)"), "a list of actions", "[]"),
+    "the actions of each rank",
+    "zf.parallel.schedules.gpipe(2, 4)",
+    least=1,
+)
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 """For each rank its actions, in order."""
@@ -318,7 +325,7 @@ def _actions_in(cell: str) -> Iterator[Action]:
             yield Action(int(found[1]), found[2], int(found[3]))
 
 
-@takes(schedule=ANY)
+@takes(schedule=ACTIONS)
 def write_csv(schedule: Sequence[Sequence[Action]]) -> str:
     r"""Write a schedule as a table that ``torch.distributed.pipelining`` reads.
 
@@ -335,7 +342,7 @@ def write_csv(schedule: Sequence[Sequence[Action]]) -> str:
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule)
 
 
-@takes(schedule=ANY)
+@takes(schedule=ACTIONS)
 def ranks_of_stages(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """Return the rank of each stage.
 
@@ -369,7 +376,7 @@ def ranks_of_stages(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(found[stage] for stage in range(len(found)))
 
 
-@takes(schedule=ANY)
+@takes(schedule=ACTIONS)
 def check_schedule(schedule: Sequence[Sequence[Action]]) -> None:
     """Refuse a schedule that leaves an action out, has one twice, or waits for ever.
 
@@ -446,7 +453,7 @@ def _in_turn(schedule: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action
             )
 
 
-@takes(schedule=ANY)
+@takes(schedule=ACTIONS)
 def with_messages(schedule: Sequence[Sequence[Action]]) -> Schedule:
     """Add the sends and the receives between ranks; see [Note: actions].
 
@@ -477,7 +484,7 @@ def with_messages(schedule: Sequence[Sequence[Action]]) -> Schedule:
     return tuple(map(tuple, lists))
 
 
-@takes(schedule=ANY, forward=number(0), inputs=number(0), weights=number(0))
+@takes(schedule=ACTIONS, forward=number(0), inputs=number(0), weights=number(0))
 def bubble(
     schedule: Sequence[Sequence[Action]],
     *,
@@ -511,7 +518,7 @@ def bubble(
     return 1.0 - busy / (len(schedule) * max(free)) if busy else 0.0
 
 
-@takes(schedule=ANY)
+@takes(schedule=ACTIONS)
 def activations_in_flight(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """Return for each rank the most forward passes whose backward pass has not ended.
 

@@ -418,7 +418,7 @@ def test_a_stage_that_raises_ends_all_ranks() -> None:
             r"one of the micro-batches of its pipeline; got one of 3 micro-batches for a",
         ),
         ({"schedule": schedules.gpipe(3, 2)}, r"got one of 3 ranks for a pipeline of 2"),
-        ({"schedule": [["0F0"]]}, r"for each rank a list of actions; got \[\['0F0'\]\]"),
+        ({"schedule": [["0F0"]]}, r"a string or the actions of each rank; got \[\['0F0'\]\]"),
         (
             {"stages": [lambda params: params, pipelines.last]},
             r"a function \(params, x\), or .*got one of 1 arguments for stage 0",
