@@ -265,6 +265,8 @@ def combine(*parts: Tree) -> Tree:
         >>> combine({"w": 1, "scale": None}, {"w": None, "scale": 2})
         {'w': 1, 'scale': 2}
     """
+    if len(parts) == 1:
+        return parts[0]
 
     def first(*candidates: Any) -> Any:
         return next((leaf for leaf in candidates if leaf is not None), None)

@@ -38,6 +38,7 @@ FABRIC_LOOPS = [
     "one_optimizer_of_two_models",
     "closures",
     "gradients",
+    "clips",
     "a_lightning_module",
 ]
 

@@ -184,6 +184,22 @@ def gradients(fabric: Fabric) -> Any:
     return found, of(fabric, model)
 
 
+def clips(fabric: Fabric) -> Any:
+    """Clips each micro-batch, asks for the norm alone, and drops what it has clipped."""
+    model = net()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    found: list[Any] = []
+    for index, batch in enumerate(rows(fabric, 4)):
+        for part in batch.split(2):
+            fabric.backward(10 * wrapped(part).square().mean())
+            bounds = (0.2 if index != 1 else 1e-3, float("inf"))
+            found += [fabric.clip_gradients(wrapped, optimizer, max_norm=x) for x in bounds]
+        if index != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return found, of(fabric, model)
+
+
 def unfreezing(fabric: Fabric) -> Any:
     """Frozen parameters of the optimizer, and a group of later."""
     torch.manual_seed(0)
@@ -235,6 +251,7 @@ LOOPS: dict[str, Callable[[Fabric], Any]] = {
         one_optimizer_of_two_models,
         closures,
         gradients,
+        clips,
         unfreezing,
         a_lightning_module,
     )

@@ -80,20 +80,22 @@ def kept_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def collect(
-    contents: Contents, differing: set[str], group: Group
+    contents: Contents, shared: Shared, group: Group, *, is_spread: bool = False
 ) -> tuple[list[WriteSource], dict[str, Any]]:
     """Find what this rank writes.
 
     Args:
         contents: the contents.
-        differing: the names of the values that are not the same on all ranks.
+        shared: the values that are not the same on all ranks.
         group: all ranks.
+        is_spread: whether ranks along a model axis hold other leaves.
 
     Returns:
         The sources, and a report for the manifest: this rank's own leaves and values, and from
         rank 0 what all ranks share. The widest elements come first, because safetensors aligns its
         tensors so.
     """
+    differing = shared.differing
     slots: list[PartSlot] = []
     own: list[PartSlot] = []
     sources: list[WriteSource] = []
@@ -114,17 +116,17 @@ def collect(
         slot = found[0]
         is_own = part.path in differing
         (own if is_own else slots).append(slot)
-        low, high = (0, slot.numel) if is_own else _share(slot, index, group)
+        if is_spread and not is_own:
+            # Ranks count their parts differently, so the first rank that has one writes it.
+            low, high = 0, slot.numel * (shared.first.get(part.path, 0) == group.rank)
+        else:
+            low, high = (0, slot.numel) if is_own else _share(slot, index, group)
         output = PartSpan(slot, low, low, high - low, is_own)
         outputs = (output,) if low < high else ()
         sources.append(WriteSource(part.value, real_dtype(slot.dtype), outputs))
     report: dict[str, Any] = {"own": list(map(_described, own)), "values": own_values}
     report |= {"rng": contents.rng, "loader": contents.loader}
-    flats = (part.value for part in contents.parts if isinstance(part.value, Flat))
-    if any(model_groups(flat.group) for flat in flats):
-        report["leaves"] = list(map(_described, slots))
-        report |= {"ties": contents.ties, "masters": contents.masters}
-    if group.rank == 0:
+    if group.rank == 0 or is_spread:
         report["shared"] = {
             "step": contents.step,
             "leaves": list(map(_described, slots)),
@@ -217,30 +219,45 @@ def records_of(
     return records
 
 
-def differing(records: dict[str, str], group: Group) -> set[str]:
-    """Return the names of the records that are not the same on all ranks. All ranks call.
+class Shared(NamedTuple):
+    """What the ranks have of each other's values.
+
+    Attributes:
+        differing: the names of the values that are not the same on all ranks.
+        first: for values that not all ranks have, the first rank that has one.
+    """
+
+    differing: set[str]
+    first: dict[str, int]
+
+
+def compared(records: dict[str, str], group: Group, *, is_spread: bool) -> Shared:
+    """Compare the records of all ranks, which all call.
 
     Raises:
-        SpecMismatch: the ranks describe other things.
+        SpecMismatch: the ranks describe other things, though leaves are not spread over model axes.
     """
     if group.size == 1:
-        return set()
+        return Shared(set(), {})
     digest = hashlib.sha256(json.dumps(records).encode()).digest()
     digests = gather_values(
         torch.frombuffer(bytearray(digest), dtype=torch.uint8), group, "checkpoint digest"
     )
     if bool((digests == digests[0]).all()):
-        return set()
+        return Shared(set(), {})
     found = gather_json(records, group, "checkpoint records")
+    first: dict[str, int] = {}
     for rank, other in enumerate(found):
-        if list(other) != list(found[0]):
+        first |= {name: rank for name in other if name not in first}
+        if list(other) != list(found[0]) and not is_spread:
             name = next(iter(sorted(set(other) ^ set(found[0]))), "the order")
             raise SpecMismatch(
                 f"all ranks must save one tree; rank {rank} and rank 0 differ at {name!r}; save "
                 "what belongs to one rank as loader= or rng=",
                 leaf=name,
             )
-    return {name for name in records if len({x[name] for x in found}) > 1}
+    names = {name for name in records if len({x[name] for x in found if name in x}) > 1}
+    return Shared(names, {name: rank for name, rank in first.items() if rank > 0})
 
 
 def _print_of(value: Any) -> int:

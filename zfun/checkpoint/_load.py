@@ -22,13 +22,20 @@ from zfun.checkpoint._background import settle
 from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
-from zfun.checkpoint._parts import Part, group_of, parts_of, slots_of, ties_of
+from zfun.checkpoint._parts import (
+    Part,
+    group_of,
+    is_over_model_axes,
+    parts_of,
+    slots_of,
+    ties_of,
+)
 from zfun.checkpoint._random import set_random, use_loader
 from zfun.checkpoint._together import agree, attempt
 from zfun.checkpoint.format._manifest import Manifest
 from zfun.checkpoint.format._payload import Payload
 from zfun.checkpoint.format._plain import decode
-from zfun.collectives import Group, gather_json, model_groups
+from zfun.collectives import Group, gather_json
 from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
@@ -185,10 +192,12 @@ class _Found(NamedTuple):
 
 def keys_elsewhere(like: tree.Tree, group: Group) -> frozenset[str]:
     """Return the keys of leaves that other ranks of a model axis hold; all ranks call."""
-    if not any(model_groups(flat.group) for flat in flats(like)):
+    if not is_over_model_axes(like):
         return frozenset()
-    parts = [part for part in parts_of(like) if isinstance(part.value, Flat)]
-    keys = [*ties_of(parts), *(slot.key for part in parts for slot in slots_of(part))]
+    parts = parts_of(like)
+    keys = [part.path for part in parts if not isinstance(part.value, Flat)]
+    found = (slots_of(part) for part in parts if isinstance(part.value, Flat))
+    keys += [*ties_of(parts), *(slot.key for slots in found for slot in slots)]
     return frozenset(key for side in gather_json(keys, group, "checkpoint keys") for key in side)
 
 

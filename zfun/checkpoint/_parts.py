@@ -155,6 +155,11 @@ def group_of(state: tree.Tree, group: Group | None) -> Group:
     return _everyone(group)
 
 
+def is_over_model_axes(state: tree.Tree) -> bool:
+    """Whether ranks along a model axis hold other leaves."""
+    return any(model_groups(flat.group) for flat in flats(state))
+
+
 def _everyone(group: Group) -> Group:
     found = whole_group(group)
     if found is None:

@@ -254,14 +254,14 @@ def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> Manifes
         orders = tuple(StoredCut(dim, size, tuple(parts)) for dim, size, parts in cuts)
         return LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held), orders)
 
-    shared = reports[0]["shared"]
-    described = {each[0]: each for each in shared.pop("leaves")}
-    for report in reports:
-        # Along a model axis other ranks hold other leaves.
-        described = {each[0]: each for each in report.get("leaves", ())} | described
-        for name in ("ties", "masters"):
-            shared[name] = {**report.get(name, {}), **shared[name]}
-    leaves = [entry(each) for each in described.values()]
+    # Along a model axis ranks hold other leaves, and otherwise rank 0 tells what all ranks share.
+    told = [report["shared"] for report in reversed(reports) if "shared" in report]
+    shared = told[-1]
+    for name in ("ties", "masters", "values"):
+        shared[name] = {key: x for each in told for key, x in each[name].items()}
+    shared["optional"] = [*dict.fromkeys(key for each in told for key in each["optional"])]
+    described = {leaf[0]: leaf for each in told for leaf in each.pop("leaves")}
+    leaves = [entry(leaf) for leaf in described.values()]
     for own in zip(*(report["own"] for report in reports), strict=True):
         leaves += (entry(described, rank) for rank, described in enumerate(own))
     own_values = [report["values"] for report in reports]

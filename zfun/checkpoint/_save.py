@@ -12,13 +12,20 @@ from zfun.checkpoint._collect import (
     Contents,
     WriteSource,
     collect,
-    differing,
+    compared,
     kept_parts,
     records_of,
     snapshot,
 )
 from zfun.checkpoint._directory import FILES
-from zfun.checkpoint._parts import Part, group_of, masters_of, parts_of, ties_of
+from zfun.checkpoint._parts import (
+    Part,
+    group_of,
+    is_over_model_axes,
+    masters_of,
+    parts_of,
+    ties_of,
+)
 from zfun.checkpoint._publish import Job
 from zfun.checkpoint._random import loader_position, random_states
 from zfun.checkpoint._together import agree, attempt
@@ -154,7 +161,9 @@ def save(
     contents, records = found
     if len(set(steps)) > 1:
         raise OptionError(f"all ranks save one step; got the steps {steps}; pass the same step=")
-    sources, report = collect(contents, differing(records, everyone), everyone)
+    is_spread = is_over_model_axes(state)
+    shared = compared(records, everyone, is_spread=is_spread)
+    sources, report = collect(contents, shared, everyone, is_spread=is_spread)
     try:
         job.begin(contents.step)
         if not background:

@@ -67,8 +67,7 @@ def sum_bucket(
         return start_scatter(group, call, x, slot.pieces, send) if slot.pieces else send(x)
     if slot.pieces:
         return start_scatter(group, call, x, slot.pieces)
-    # Where replicas sum too, their sum takes the place of the first one.
-    share = x.numel() // group.size
-    is_last = replica_group(group) is None
-    out = allocate(group, share, x.dtype, x.device) if is_last else None
-    return start_reduce_scatter_over(group, call, x, out)
+    if replica_group(group) is not None:
+        # Their sum takes the place of the first one.
+        return start_reduce_scatter_over(group, call, x)
+    return group.start(call, x, allocate(group, x.numel() // group.size, x.dtype, x.device))

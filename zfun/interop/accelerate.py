@@ -7,10 +7,10 @@ the engine. :mod:`zfun.interop.transformers` trains through this class too.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,6 @@ class Accelerator(accelerate.Accelerator):
         self._waiting: list[nn.Module] = []
         # Each engine with its optimizer, which free_memory() does not drop.
         self._engines: dict[Engine, Any] = {}
-        # The bounds that clip_grad_norm_() has set since the last step.
-        self._bounds: dict[Engine, float] = {}
 
     # Models and optimizers become engines.
 
@@ -192,7 +190,7 @@ class Accelerator(accelerate.Accelerator):
             clip_norm=self.clips_by_default,
             init="broadcast",
         )
-        attach(optimizer, engine, self._bounds)
+        attach(optimizer, engine)
         return engine
 
     def engine_of(self, model: Any = None) -> Engine | None:
@@ -227,16 +225,16 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Clip in the next step, and return the norm of the gradient over all ranks.
+        """Clip the gradients so far, and return their norm over all ranks before.
 
         Args:
-            parameters: all of a model; the least bound of several calls counts.
+            parameters: all of a model.
             max_norm: the bound; infinity asks for the norm alone.
             norm_type: 2.
 
         Raises:
             OptionError: a part of the parameters, or those of two models; another ``norm_type``;
-                or a bound in a run without clipping.
+                or, with a loss scale, parameters without an engine.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
@@ -249,20 +247,18 @@ class Accelerator(accelerate.Accelerator):
                         f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                         "norm_type out"
                     )
-                self._bound(engine, max_norm if 0 < max_norm < math.inf else UNBOUNDED)
-                return engine.norm().float()
+                return engine.clip(max_norm).float()
+        scale = max((engine.loss_scale for engine in self._engines), default=1.0)
+        if scale != 1.0:
+            raise OptionError(
+                f"an engine takes the loss scale, here {scale}, out of its own gradients; got "
+                "clip_grad_norm_() of parameters without an engine; pass the module and its "
+                "optimizer to prepare(), or use mixed_precision='bf16'"
+            )
         return super().clip_grad_norm_(chosen, max_norm, norm_type)
 
-    def _bound(self, engine: Engine, max_norm: float) -> None:
-        """Bound the norm in the next step."""
-        if engine.clip_norm is not None:
-            before = self._bounds.get(engine, UNBOUNDED)
-            engine.clip_norm = self._bounds[engine] = min(max_norm, before)
-        elif max_norm != UNBOUNDED:
-            raise OptionError(
-                "a run with max_grad_norm=0 clips no gradient; got clip_grad_norm_() with "
-                f"max_norm={max_norm}; pass max_grad_norm={max_norm} to the TrainingArguments"
-            )
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing, because a step takes the loss scale out."""
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refuse, because each rank has a shard of the gradients."""
@@ -284,6 +280,10 @@ class Accelerator(accelerate.Accelerator):
 
     # Checkpoints.
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Return whole values, each in memory of its own. All ranks call."""
+        return _apart(super().get_state_dict(model, unwrap))
+
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save as ``accelerate`` does, and the sharded state beside. All ranks call."""
         found = super().save_state(output_dir, *args, **kwargs)
@@ -297,7 +297,14 @@ class Accelerator(accelerate.Accelerator):
             folder = Path(self.project_dir) / "checkpoints"
             numbers = [int(x.name.rpartition("_")[2]) for x in folder.glob("checkpoint_*")]
             input_dir = str(folder / f"checkpoint_{max(numbers)}")
-        super().load_state(input_dir, *args, **kwargs)
+        models = [x for x in self._models if self.engine_of(x) is not None]
+        for model in models:
+            model.state_dict = functools.partial(_own_values, model.state_dict)
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            for model in models:
+                del model.state_dict
         for index, engine in enumerate(self._engines):
             path = Path(input_dir) / f"{_FOLDER}_{index}"
             if not path.is_dir():
@@ -307,6 +314,28 @@ class Accelerator(accelerate.Accelerator):
                     "model before prepare(), and begin with a new optimizer"
                 )
             engine.load(path, rng=False)
+
+
+def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which each has memory of its own, and tied ones share it.
+
+    safetensors takes views of one bucket for tied values, drops all but one, and loads none.
+    """
+    keys = {
+        name: (x.data_ptr(), x.shape) if isinstance(x, Tensor) and x.numel() else name
+        for name, x in values.items()
+    }
+    first = {key: name for name, key in reversed(keys.items())}
+    own = {
+        key: x.clone() if isinstance(x := values[name], Tensor) else x
+        for key, name in first.items()
+    }
+    return collections.OrderedDict((name, own[key]) for name, key in keys.items())
+
+
+def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    found = state_dict(*args, **kwargs)
+    return found if kwargs.get("keep_vars") else _apart(found)
 
 
 def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> None:
@@ -326,25 +355,18 @@ def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> Non
         )
 
 
-def attach(optimizer: Any, engine: Engine, bounds: dict[Engine, float]) -> None:
+def attach(optimizer: Any, engine: Engine) -> None:
     """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine."""
-    inner, usual = optimizer.optimizer, engine.clip_norm
+    inner = optimizer.optimizer
 
     def step(closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         optimizer._is_overflow = info is not None and info.skipped
-        unbind()
         return loss
-
-    def unbind() -> None:
-        # A bound of clip_grad_norm_() is for the gradients of one step.
-        engine.clip_norm = usual
-        bounds.pop(engine, None)
 
     def zero_grad(set_to_none: bool = True) -> None:
         engine.zero_grad()
-        unbind()
         for group in inner.param_groups:
             for param in group["params"]:
                 param.grad = None

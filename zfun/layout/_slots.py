@@ -169,10 +169,17 @@ class Layout:
             >>> layout_of({"w": torch.zeros(3), "b": torch.zeros(1)}, size=2).label(0)
             'bucket 0: w … b (2 leaves)'
         """
-        names = [self.leaves[leaf].path for leaf in self.buckets[bucket].leaves]
-        if len(names) == 1:
-            return f"bucket {bucket}: {names[0]}"
-        return f"bucket {bucket}: {names[0]} … {names[-1]} ({len(names)} leaves)"
+        return self._labels[bucket]
+
+    @functools.cached_property
+    def _labels(self) -> list[str]:
+        found = []
+        for bucket, slot in enumerate(self.buckets):
+            first, last, count = slot.leaves[0], slot.leaves[-1], len(slot.leaves)
+            name = self.leaves[first].path
+            name += f" … {self.leaves[last].path} ({count} leaves)" if count > 1 else ""
+            found.append(f"bucket {bucket}: {name}")
+        return found
 
 
 PLACEMENT = instance(Sharded, "a placement", "zf.placement.Owned()") | OF_LEAVES

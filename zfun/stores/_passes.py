@@ -79,8 +79,11 @@ def reading(flat: Flat, device: torch.device | None = None) -> Iterator[Tensor]:
         >>> zf.simulate(1, main)
         [[32]]
     """
-    started: collections.deque[Work | Tensor] = collections.deque()
     buffers, label = flat.buffers, flat.layout.label
+    if all(isinstance(buffer, Tensor) for buffer in buffers):
+        yield from buffers
+        return
+    started: collections.deque[Work | Tensor] = collections.deque()
     for index in range(len(buffers) + READ_AHEAD):
         if index < len(buffers):
             buffer = buffers[index]

@@ -126,6 +126,27 @@ def test_a_raised_error_is_read_before_the_time_is_up(world: Any) -> None:
         peer.close()
 
 
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_an_error_of_torch_names_the_bucket(
+    world: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    class _Broken:
+        def wait(self) -> None:
+            raise RuntimeError("out of memory. At line 3")
+
+    def gather(*args: Any, **kwargs: Any) -> _Broken:
+        if when == "start":
+            _Broken().wait()
+        return _Broken()
+
+    monkeypatch.setattr(_nccl, "_all_gather_into", gather)
+    with _group(world, dist.HashStore(), _StandIn()) as group:
+        with pytest.raises(PeerLost, match="out of memory;") as caught:
+            group.start(CALL, torch.ones(3)).wait()
+        assert caught.value.leaf == "h.0"
+        assert group.failure is caught.value
+
+
 def test_a_device_that_is_far_behind_loses_nobody(world: Any) -> None:
     """More collectives are pending than the limit allows one of them to last."""
     device = _StandIn(passed=0)

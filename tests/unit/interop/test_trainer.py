@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zfun as zf
 from zfun import interop
 from zfun.errors import CheckpointError, ConfigError, OptionError
 from zfun.testing import assert_same_bits
@@ -325,6 +327,24 @@ def test_a_configuration_of_deepspeed_is_read(tmp_path: Path) -> None:
         trainers.make(Trainer, str(tmp_path), zero=recipe)
     with pytest.raises(ConfigError, match=r"gradient_clipping.*got 2"):
         trainers.make(Trainer, str(tmp_path), zero={**DS_CONFIG, "gradient_clipping": 2.0})
+
+
+def test_a_trainer_makes_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a schedule of the configuration waits for the number of steps."""
+    groups: list[Any] = []
+
+    def counted(**options: Any) -> Any:
+        groups.append(zf.process_group(**options))
+        return groups[-1]
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("zfun.interop") and hasattr(module, "process_group"):
+            monkeypatch.setattr(module, "process_group", counted)
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    zero = {**DS_CONFIG, "scheduler": schedule}
+    options = {**SHORT, "lr_scheduler_type": "linear"}
+    trainers.make(Trainer, str(tmp_path), options=options, zero=zero).train()
+    assert len(groups) == 1
 
 
 @pytest.mark.parametrize(

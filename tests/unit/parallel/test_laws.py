@@ -150,6 +150,13 @@ def kinds(draw: Any, shape: tuple[int, ...], sizes: list[int]) -> tuple[Kind, ..
     return tuple(found)
 
 
+def _stages_like(like: Run | None) -> list[int]:
+    """Return the stages that add micro-batches and ranks in the order of another run."""
+    if like is None or like.num_micro_batches == 1:
+        return [0, 1, 2, 3]
+    return [0, 1] if like.stage < 2 else [2, 3]
+
+
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=2).map(tuple)
 
 
@@ -179,7 +186,7 @@ def runs(draw: Any, like: Run | None = None) -> Run:
     return Run(
         {name: sizes[name] for name in order},
         {name: (shape, draw(kinds(shape, axes))) for name, shape in shapes.items()} | leaves,
-        draw(st.integers(0, 3)),
+        draw(st.sampled_from(_stages_like(like))),
         optimizer,
         draw(st.sampled_from([*OFFLOADS])),
         draw(st.sampled_from([1, 400, 1 << 20])),

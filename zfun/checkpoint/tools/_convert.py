@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zfun.checkpoint._collect import Contents, collect
+from zfun.checkpoint._collect import Contents, Shared, collect
 from zfun.checkpoint._directory import FILES
 from zfun.checkpoint._parts import Part, join
 from zfun.checkpoint._publish import Job
@@ -109,7 +109,7 @@ def convert(
     job = Job(str(path), group, files_of(path, files), None, Hashing(CHUNK_BYTES, _HASH))
     try:
         job.begin(step)
-        job.in_turn(*collect(contents, set(), group))
+        job.in_turn(*collect(contents, Shared(set(), {}), group))
     except BaseException:
         job.abandon()
         raise

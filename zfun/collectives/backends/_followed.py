@@ -71,7 +71,7 @@ class Followed:
             call.fail(verdict)
 
     def _drop_complete(self) -> None:
-        for stream, calls in zip(Stream, self._calls, strict=True):
+        for stream, calls in enumerate(self._calls):
             while calls and calls[0].done():
                 calls.popleft()
                 self._since[stream] = time.monotonic()

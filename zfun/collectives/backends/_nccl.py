@@ -212,38 +212,39 @@ class NativeGroup(ProcessGroup):
         )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
-        with torch.no_grad(), self._explained(call, text, index), transport_errors(None):
+        try:
             works = (
                 [self._gather_over_host(sent, received)]
                 if goes_over_host
                 else self._issue(call, sent, received)
             )
+        except RuntimeError:
+            with self._explained(call, text, index), transport_errors(None):
+                raise
 
         def wait() -> Tensor:
             self._check_process()
             self._check_failure()
             # The watchdog looks for a rank that is late while an error is explained.
-            with (
-                torch.no_grad(),
-                self._watchdog.waiting(call.stream, index),
-                self._explained(call, text, index),
-                transport_errors(None),
-            ):
-                for work in works:
-                    work.wait()
-                if not goes_over_host:
-                    self._follow(call, text, index)
-                if isinstance(call.op, Reduce) and call.op.root != self.rank:
-                    received.zero_()
-                # The work handle kept the input alive until here, where the current stream has
-                # waited for the stream of the collective.
-                if out is None:
-                    result = received if sent.device == x.device else received.to(x.device)
-                else:
-                    result = out if out.device == received.device else out.copy_(received)
-                if is_of_host:
-                    self._connect_hosts()
-                return result
+            with self._watchdog.waiting(call.stream, index):
+                try:
+                    for work in works:
+                        work.wait()
+                    if not goes_over_host:
+                        self._follow(call, text, index)
+                    if isinstance(call.op, Reduce) and call.op.root != self.rank:
+                        received.zero_()
+                    # The work handle kept the input alive until here, where the current stream has
+                    # waited for the stream of the collective.
+                    result = received if received.device == x.device else received.to(x.device)
+                    if out is not None and out.device != received.device:
+                        out.detach().copy_(received)
+                    if is_of_host:
+                        self._connect_hosts()
+                except RuntimeError:
+                    with self._explained(call, text, index), transport_errors(None):
+                        raise
+            return result if out is None else out
 
         return Work(wait)
 
@@ -260,7 +261,9 @@ class NativeGroup(ProcessGroup):
             self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
 
     def _follow(self, call: Collective, text: str, index: int) -> None:
-        if self._marks is None or _is_capturing():
+        if self._marks is None or (
+            self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
             return
 
         def fail(verdict: Verdict) -> None:
@@ -345,7 +348,3 @@ def _device_of_rank() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

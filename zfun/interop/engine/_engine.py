@@ -27,7 +27,8 @@ from torch import nn
 
 import zfun.recipes as recipes
 from zfun import checkpoint, optim
-from zfun.collectives import Group, process_group
+from zfun.checkpoint._together import agree, attempt
+from zfun.collectives import Group, agreement_group, process_group
 from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups
@@ -284,7 +285,8 @@ class Engine(Passes):
     def load(self, path: str | Path, **options: Any) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
-        With an optimizer of torch, leaves that the saved run had unfrozen train on.
+        With an optimizer of torch, leaves that the saved run had unfrozen train on, and so do those
+        that this run has unfrozen.
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
@@ -296,24 +298,41 @@ class Engine(Passes):
         try:
             loaded = checkpoint.load(path, self.state, **options)
         except SpecMismatch:
-            if not self._retain(path, options.get("step")):
+            if (found := self._load_others(path, **options)) is None:
                 raise
-            loaded = checkpoint.load(path, self.state, **options)
+            loaded = found
         self.state = loaded.state
         self._begin()
+        # Leaves that the saved run had frozen, and this one has not, join it now.
+        self._regroup()
         return loaded.data
 
-    def _retain(self, path: str | Path, step: int | None) -> bool:
-        """Train what a checkpoint trains; return whether these are other leaves than before."""
-        if self._groups is None:
-            return False
-        manifest = checkpoint.read_manifest(checkpoint.step_path(path, step))
-        keys = [entry.key.partition(".") for entry in manifest.leaves]
-        self._groups.retain(name for part, _, name in keys if part == "params")
-        before = dict(self._groups.labels)
-        self._settle()
-        self._regroup()
-        return self._groups.labels != before
+    def _load_others(
+        self, path: str | Path, *, step: int | None = None, **options: Any
+    ) -> checkpoint.Loaded | None:
+        """Load the state of a run that trains other leaves; ``None`` if there are none."""
+        groups = self._groups
+        if groups is None:
+            return None
+        # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
+        found, error = attempt(lambda: _trained_in(path, step))
+        chosen, names = agree(agreement_group(self._group), error, found)[0]
+        before = groups.labels, self.recipe, self._state
+        groups.train(names)
+        if groups.labels.keys() != set(names) or groups.labels == before[0]:
+            groups.train(before[0])
+            return None
+        self._begin()
+        try:
+            self.recipe = self._composed()
+            self._state = self.recipe.init(deferred_values(self._state, self._params, masters=True))
+            loaded = checkpoint.load(chosen, self.state, **options)
+        except BaseException:
+            groups.train(before[0])
+            _, self.recipe, self._state = before
+            raise
+        self._calls.reset()
+        return loaded
 
     def step(self, *, boundary: bool | None = None) -> StepInfo | None:
         """Update the parameters, if ``accumulate`` calls of backward have been made.
@@ -345,7 +364,8 @@ class Engine(Passes):
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
         if self._groups is not None:
-            opt_state = self._groups.set_in(self._state.opt_state, self.clip_norm)
+            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
+            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
             self._state = self._state._replace(opt_state=opt_state)
         self._state, info = self.recipe.update(self._state, grads, loss)
         self._buffers.merge(told.flags[1:])
@@ -402,6 +422,13 @@ class Engine(Passes):
                 "zf.optim; read engine.state.opt_state"
             )
         return self._groups
+
+
+def _trained_in(path: str | Path, step: int | None) -> tuple[str, list[str]]:
+    """Return the path of a checkpoint, and the leaves that its run has trained."""
+    chosen = checkpoint.step_path(path, step)
+    keys = [entry.key.partition(".") for entry in checkpoint.read_manifest(chosen).leaves]
+    return str(chosen), [name for part, _, name in keys if part == "params"]
 
 
 def _no_loss(params: Any, batch: Any) -> Any:

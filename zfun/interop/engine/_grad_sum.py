@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from zfun.collectives import Group, all_reduce, sum_group
 from zfun.errors import OptionError
 from zfun.flat import Flat, ravel
 from zfun.placement import P, S
+from zfun.reductions import global_norm
 from zfun.transforms import add_grads, redistribute, scale_grads
 
 
@@ -24,15 +25,22 @@ class Told(NamedTuple):
 
 
 class GradSum:
-    """The sum of gradients over the backward passes of a step."""
+    """The sum of gradients over the backward passes of a step.
 
-    def __init__(self, group: Group) -> None:
+    Args:
+        group: the ranks.
+        apart: leaves that have buckets of their own, and do not count for the norm.
+    """
+
+    def __init__(self, group: Group, apart: Collection[str] = ()) -> None:
         self.grads: Flat | None = None
         # Whether the pass that runs has reached the parameters.
         self.has_run = False
         # Whether the passes are those of weighted means.
         self.is_weighted = False
-        self._group, self._mesh = group, sum_group(group)
+        self._group, self._mesh, self._apart = group, sum_group(group), apart
+        # The norm before clipping, and the bound, until the step or cut() clips.
+        self._clipped: tuple[Tensor, float] | None = None
         self._fresh: Flat | None = None
         self._pairs: list[Tensor] = []
         # result() has multiplied the sum with this; later gradients are too, when they are added.
@@ -59,6 +67,7 @@ class GradSum:
 
     def begin(self, *, weighted: bool) -> None:
         """Begin a backward pass."""
+        self.cut()
         self.is_weighted, self.has_run = weighted, False
 
     def add(self, grads: Flat) -> None:
@@ -67,7 +76,11 @@ class GradSum:
         if self.is_weighted:
             self._fresh = add_grads(self._fresh, grads)
         else:
-            self.grads = add_grads(self.grads, scale_grads(grads, self._factor))
+            total = self.grads
+            if total is not None:
+                # Gradients from outside of calls may have come first, with another placement.
+                total = redistribute(total, grads.placement, grads.group, name="grads")
+            self.grads = add_grads(total, scale_grads(grads, self._factor))
 
     def count(self, total: Tensor, weight: Any, scale: float) -> None:
         """End a backward pass."""
@@ -93,8 +106,12 @@ class GradSum:
         first = 2 * len(self._pairs)
         return Told(summed[:first].view(-1, 2), [x > 0 for x in summed[first:].tolist()])
 
-    def add_strays(self, strays: Mapping[str, Tensor], params: Flat) -> None:
-        """Add gradients that backward has left in tensors of this rank; every rank must call."""
+    def add_strays(self, strays: Mapping[str, Tensor], params: Flat, *, divided: bool) -> None:
+        """Add gradients that backward has left in tensors of this rank; every rank must call.
+
+        Unless they are ``divided`` already, they are multiplied like the gradients of calls.
+        """
+        self.cut()
         if (True, False) in self._kinds:
             raise OptionError(
                 "a weighted mean has gradients of calls of the engine alone; got a gradient of "
@@ -102,8 +119,9 @@ class GradSum:
                 "in engine.run(), or return a plain mean"
             )
         layout, like, mesh = params.layout, self.grads, self._mesh
+        factor = 1.0 if divided else self._factor
         whole = [
-            strays[slot.path].detach()
+            scale_grads(strays[slot.path].detach(), factor)
             if slot.path in strays
             else torch.zeros(slot.shape, dtype=slot.dtype, device=layout.device)
             for slot in layout.leaves
@@ -123,6 +141,35 @@ class GradSum:
             partial = redistribute(partial, like.placement, like.group, name="grads")
         self.grads = add_grads(like, partial)
 
+    @property
+    def bound(self) -> float | None:
+        """The bound to which the step clips."""
+        return None if self._clipped is None else self._clipped[1]
+
+    def norm(self) -> Tensor:
+        """Return the norm, with the loss scale and before clipping; every rank must call."""
+        grads = self.grads
+        if grads is not None and self._apart:
+            grads = grads.select(_buckets_without(grads, self._apart))
+        return global_norm(grads)
+
+    def clip(self, norm: Tensor, bound: float) -> None:
+        """Let the step clip the gradients, whose norm is ``norm``, unless :meth:`cut` does."""
+        first, least = self._clipped or (norm, bound)
+        self._clipped = first, min(least, bound)
+
+    def cut(self) -> None:
+        """Clip now, because other gradients are added to the clipped ones, or code reads these."""
+        clipped, grads, self._clipped = self._clipped, self.grads, None
+        if clipped is None or grads is None:
+            return
+        factor = min(1.0, clipped[1] / (float(clipped[0]) + 1e-6))
+        chosen = _buckets_without(grads, self._apart)
+        buffers = list(grads.buffers)
+        for index, x in zip(chosen, scale_grads(grads.select(chosen), factor).buffers, strict=True):
+            buffers[index] = x
+        self.grads = grads.with_buffers(buffers)
+
     def result(self, told: Told, accumulate: int) -> tuple[Any, Tensor]:
         """Return the gradients and the loss of the step; plain losses are averaged.
 
@@ -140,3 +187,9 @@ class GradSum:
         self.grads = scale_grads(self.grads, factor / self._factor)
         self._factor = factor
         return self.grads, loss
+
+
+def _buckets_without(grads: Flat, apart: Collection[str]) -> list[int]:
+    """Return the buckets that have none of these leaves."""
+    first = (grads.layout.leaves[bucket.leaves[0]].path for bucket in grads.layout.buckets)
+    return [index for index, path in enumerate(first) if path not in apart]

@@ -93,17 +93,24 @@ class ParamGroups:
         if self._seen == (seen, others):
             return False
         self._seen = (seen, others)
-        before = dict(self.labels)
-        stays = before.keys() | self._retained
+        before, trained = dict(self.labels), {n for n, p in self._params.items() if p.requires_grad}
+        self._label(trained | before.keys() | self._retained)
+        return self.labels != before
+
+    def train(self, names: Collection[str]) -> None:
+        """Train these leaves alone, until :meth:`refresh`."""
+        self._seen, self.labels = None, dict[str, str]()
+        self._label(names)
+
+    def _label(self, names: Collection[str]) -> None:
         for index, group in enumerate(self.groups):
             for param in group["params"]:
-                name = self._names.get(id(param))
-                if name is not None and (param.requires_grad or name in stays):
+                name = self._names.get(id(param), "")
+                if name in names:
                     self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
-        for name, param in more:
-            if param.requires_grad or name in self._retained:
+        for name in self._params if self._norm_of_all else ():
+            if name in names:
                 self.labels.setdefault(name, _NO_GROUP)
-        return self.labels != before
 
     def pure(self, max_norm: float | None = None) -> Optimizer:
         """Return the optimizer as a pure one, by label, with the first bound of the norm.

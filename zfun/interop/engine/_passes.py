@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +18,6 @@ from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import Held
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
-from zfun.reductions import global_norm
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
 
@@ -33,6 +33,8 @@ class Passes(Held):
     keeps_grads = False
     plain_scale = 1.0
     _groups: ParamGroups | None = None
+    # Whether each step may clip to another norm.
+    _clips: bool
     # The calls since the last step.
     _tapes: list[weakref.ref[Tape]]
     # Whether no call of backward() ends the micro-batches of a step.
@@ -59,11 +61,9 @@ class Passes(Held):
 
         Raises:
             ZfunError: the loss does not depend on outputs of this engine.
-            OptionError: weights of different kinds in the calls of a step; or a pass after
-                :meth:`norm` where gradients come from outside of calls.
+            OptionError: weights of different kinds in the calls of a step.
         """
         total, weight = loss if isinstance(loss, WeightedMean) else (loss, None)
-        self._reopen()
         self._sum.check(scale, weight)
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ZfunError(
@@ -79,6 +79,9 @@ class Passes(Held):
         total = total.reshape(())
         total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
         seed = self.loss_scale * (1.0 if scale is None else scale)
+        if self._shown:
+            # Else backward would add gradients to .grad that are not divided yet.
+            self._gathered()
         for tape in tapes:
             tape.weight = weight
         self._sum.begin(weighted=weight is not None)
@@ -123,7 +126,6 @@ class Passes(Held):
             )
         if _running() is None and self._last_pass != torch._C._current_graph_task_id():
             self._last_pass = torch._C._current_graph_task_id()
-            self._reopen()
             self._sum.check(1.0, None)
             self._sum.begin(weighted=False)
             device = self._state.params.layout.device
@@ -147,7 +149,9 @@ class Passes(Held):
     def grads(self) -> Flat | None:
         """The sum of the gradients of calls since the last step; ``None`` before backward.
 
-        A loss scale is still in the sum. A write to the buffers counts at the next step.
+        A loss scale is still in the sum. A write to the buffers counts at the next step. After
+        :meth:`norm` or :meth:`clip` the sum is divided as for the step, and has gradients from
+        outside of calls too; after a read of ``.grad`` it is ``None``.
         """
         self._settle()
         return self._sum.grads
@@ -155,7 +159,7 @@ class Passes(Held):
     @property
     def has_grads(self) -> bool:
         """Whether this rank has gradients for the next step."""
-        return self._ready is not None or self._sum.grads is not None or bool(self._strays())
+        return self._sum.grads is not None or bool(self._strays())
 
     @property
     def is_boundary(self) -> bool:
@@ -164,48 +168,71 @@ class Passes(Held):
 
     def _collected(self) -> tuple[Flat, Tensor, Told]:
         """Return the gradients and the loss of the step, and what else ranks have told."""
-        if self._ready is None:
-            strays = self._strays()
-            # One message tells the losses, and whether any rank has stray gradients or new buffers.
-            told = self._sum.told([bool(strays), *self._buffers.changed()])
-            if told.flags[0]:
-                self._sum.add_strays(strays, self._state.params)
-            grads, loss = self._sum.result(told, self.accumulate)
-            self._ready = grads, loss, told
-        return self._ready
+        strays = self._strays()
+        # One message tells the losses, and whether any rank has stray gradients or new buffers.
+        told = self._sum.told([bool(strays), *self._buffers.changed()])
+        if told.flags[0]:
+            divided = bool(self._shown)
+            self._sum.add_strays(strays, self._state.params, divided=divided)
+        if not self.keeps_grads:
+            # The sum has them now, and a read shows them again.
+            self._drop_strays()
+            self._shown = {}
+        return *self._sum.result(told, self.accumulate), told
 
-    def _reopen(self) -> None:
-        """Let a backward pass follow after :meth:`norm`."""
-        if self._ready is not None and self._ready[2].flags[0]:
-            raise OptionError(
-                "norm() ends the passes of a step whose gradients come from outside of calls too; "
-                "got a backward pass after norm(); call it once, after the last backward pass of "
-                "the step, or compute the loss in engine.run()"
-            )
-        self._ready = None
+    def _gathered(self) -> None:
+        """Collect the gradients so far, before others follow."""
+        self._collected()
+        stay = self._params if self.keeps_grads else self._extra
+        self._taken = {
+            name: (x, x._version, x.clone()) for name, x in self._left().items() if name in stay
+        }
 
     def norm(self) -> Tensor:
-        """Return the norm of the gradient that the next step takes, before clipping.
+        """Return the norm of the gradient that the next step takes.
 
-        Before the last backward pass of a step this is the norm of the passes so far. Every rank
-        must call.
+        Before the last backward pass of a step this is the norm of the passes so far. After
+        :meth:`clip` it is that of the clipped gradient. Every rank must call.
         """
         self._settle()
-        grads, _, _ = self._collected()
-        if self._groups is not None and self._groups.extra:
-            leaves, buckets = grads.layout.leaves, enumerate(grads.layout.buckets)
-            grads = grads.select(
-                [i for i, x in buckets if leaves[x.leaves[0]].path not in self._groups.extra]
-            )
-        return global_norm(grads) / self.loss_scale
+        self._gathered()
+        norm, bound = self._sum.norm() / self.loss_scale, self._sum.bound
+        return norm if bound is None else norm.clamp(max=bound)
 
-    def _strays(self) -> dict[str, Tensor]:
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients since the last step to a norm; every rank must call.
+
+        As after ``clip_grad_norm_`` of torch, later passes add to the clipped gradients.
+
+        Args:
+            max_norm: the bound; infinity clips nothing.
+
+        Returns:
+            The norm before, as :meth:`norm` returns.
+        """
+        norm = self.norm()
+        if max_norm < math.inf:
+            self._sum.clip(norm, max_norm)
+            if not (self._clips and self._groups is not None and max_norm > 0):
+                self._sum.cut()
+        return norm
+
+    def _left(self) -> dict[str, Tensor]:
         """Return gradients that backward has left in parameters, by name."""
         with torch._C.DisableTorchFunctionSubclass():
             found = {name: x.grad for name, x in self._params.items() if x.grad is not None}
         for name, x in self._live.strays.items():
             if x.grad is not None:
                 found[name] = x.grad + found[name] if name in found else x.grad
+        return found
+
+    def _strays(self) -> dict[str, Tensor]:
+        """Return the gradients left in parameters that the sum does not have, by name."""
+        found = self._left()
+        for name, (grad, version, value) in self._taken.items():
+            now = found.pop(name, None)
+            if now is not grad or now._version != version:
+                found[name] = -value if now is None else now - value
         return found
 
     def _end_calls(self) -> None:
@@ -226,7 +253,8 @@ class Passes(Held):
 
         A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
         ``.grad`` then, so code may scale, clip or drop it. Gradients are divided by ``accumulate``
-        already, and those of later passes will be. Gradients of weighted means stay where they are.
+        already, and those of later passes will be. As in torch, a parameter that no rank has used
+        has none. Gradients of weighted means stay where they are.
 
         Args:
             name: of the parameter whose gradient is read.
@@ -236,12 +264,18 @@ class Passes(Held):
             return
         self._collected()
         self._drop_strays()
-        assert self._sum.grads is not None, "a stray gradient is a part of the sum"
-        whole = unshard(self._sum.grads)
-        self._sum.grads, self._ready = None, None
+        self._sum.cut()
+        grads = self._sum.grads
+        assert grads is not None, "a stray gradient is a part of the sum"
+        leaves = [slot.path for slot in grads.layout.leaves]
+        used = self._sum.told([path not in grads.missed for path in leaves]).flags
+        shown = {path for path, is_used in zip(leaves, used, strict=True) if is_used}
+        whole = named(unshard(grads))
+        self._sum.grads = None
+        self._taken.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            for path, grad in named(whole).items():
-                param = self._params[path]
+            for path in shown:
+                param, grad = self._params[path], whole[path]
                 param.grad = grad.detach().to(param.dtype)
                 self._shown[path] = weakref.ref(param.grad), param.grad._version
 
@@ -267,8 +301,10 @@ class Passes(Held):
                     x.grad = None
 
     def _reset(self) -> None:
-        self._sum = GradSum(self._group)
-        self._ready: tuple[Flat, Tensor, Told] | None = None
+        apart = () if self._groups is None else self._groups.extra
+        self._sum = GradSum(self._group, apart)
+        # Gradients that stay in .grad, of which the sum has the value: tensor, version and value.
+        self._taken: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._is_boundary = False
         self._last_pass = -1

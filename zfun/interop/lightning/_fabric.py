@@ -171,14 +171,14 @@ class ZfunFabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip in the next step, and return the norm over all ranks."""
+        """Clip the gradients so far, and return their norm over all ranks before."""
         if norm_type != 2:
             raise OptionError(
                 f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                 "norm_type out"
             )
         engine: StepEngine = optimizer.zfun_engine  # pyrefly: ignore[missing-attribute]
-        norm = engine.norm()
+        norm = engine.clip(max_norm)
         dtype = optimizer.param_groups[0]["params"][0].dtype
         norm = norm.to(torch.promote_types(dtype, torch.float32))
         if error_if_nonfinite and not norm.isfinite():
@@ -186,7 +186,6 @@ class ZfunFabricStrategy(DDPStrategy):
                 f"The total norm of gradients is {float(norm)}, so it cannot be clipped; pass "
                 "error_if_nonfinite=False"
             )
-        engine.clip_norm = min(max_norm, UNBOUNDED)
         return norm
 
     def clip_gradients_value(
@@ -268,14 +267,12 @@ class _Stepped:
     """The methods of an optimizer whose steps are those of an engine."""
 
     zfun_engine: StepEngine
-    zfun_bound: float
 
     def step(self, closure: Any = None) -> Any:
-        """Step the engine; a bound of the norm is for one step."""
+        """Step the engine."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.zfun_engine.step(boundary=True)
-        self.zfun_engine.clip_norm = self.zfun_bound
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -298,4 +295,4 @@ def attach(optimizer: Any, engine: StepEngine) -> None:
     optimizer.__dict__.pop("step", None)
     optimizer.torch_class = cls
     optimizer.__class__ = type(cls.__name__, (_Stepped, cls), {})
-    optimizer.zfun_engine, optimizer.zfun_bound = engine, engine.clip_norm
+    optimizer.zfun_engine = engine

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from zfun.collectives import process_group
+from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config, is_config
@@ -69,36 +69,40 @@ def zero_of(zero: Any, args: Any) -> Any:
     return 2 if zero is None else int(zero) if isinstance(zero, str) and zero.isdigit() else zero
 
 
-def options_of(
-    zero: Any, args: Any, model: Any, **steps: int
-) -> tuple[Recipe | None, dict[str, Any]]:
-    """Return the recipe of a configuration, if there is one, and the options of ``zf.zero``.
+def recipe_of(zero: Any, args: Any, model: Any, **steps: int) -> Recipe | None:
+    """Return the recipe of a configuration, if there is one.
 
     TrainingArguments fill ``"auto"``, also with ``num_steps`` and ``num_warmup`` where these are
     known; other numbers must be equal.
     """
-    make = lambda: process_group(timeout_s=float(args.ddp_timeout))
     if is_config(zero):
         auto = _auto_of(args, model, **steps)
         zero = from_ds_config(zero, auto=auto, late=() if steps else ("num_steps", "num_warmup"))
-    if isinstance(zero, Recipe):
-        _check_recipe(zero, args)
-        if zero.autocast is not None:
-            raise OptionError(
-                "a Trainer autocasts by TrainingArguments; got torch_autocast in the "
-                "configuration; pass bf16=True, and leave the section out"
-            )
-        precision = None if zero.precision == Precision() else zero.precision
-        return zero, {**zero_options(zero, make()), "precision": precision}
+    if not isinstance(zero, Recipe):
+        return None
+    _check_recipe(zero, args)
+    if zero.autocast is not None:
+        raise OptionError(
+            "a Trainer autocasts by TrainingArguments; got torch_autocast in the "
+            "configuration; pass bf16=True, and leave the section out"
+        )
+    return zero
+
+
+def options_of(zero: Any, recipe: Recipe | None, ranks: Callable[[], Group]) -> dict[str, Any]:
+    """Return the options of ``zf.zero``; ``ranks`` returns the group where none is given."""
+    if recipe is not None:
+        precision = None if recipe.precision == Precision() else recipe.precision
+        return {**zero_options(recipe, ranks()), "precision": precision}
     if isinstance(zero, Mapping):
         _check_options(zero)
-        return None, {**zero, "group": zero.get("group") or make()}
+        return {**zero, "group": zero.get("group") or ranks()}
     if type(zero) is not int or zero not in (0, 1, 2, 3):
         raise OptionError(
             "zero= is a stage from 0 to 3, a dict of options of zf.zero(), or a configuration of "
             f"DeepSpeed; got {shown(zero)}; pass zero=3"
         )
-    return None, {"stage": zero, "group": make()}
+    return {"stage": zero, "group": ranks()}
 
 
 def _auto_of(args: Any, model: Any, **steps: int) -> AutoValues:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import transformers
 
+from zfun.collectives import Group, process_group
 from zfun.errors import CheckpointError
 from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.accelerate import Accelerator
 from zfun.interop.deepspeed.runtime import lr_schedules
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
-from zfun.interop.transformers._options import check_arguments, options_of, zero_of
+from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
 
 _FOLDER = "zfun"
 
@@ -87,10 +88,15 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator of zfun."""
         super().create_accelerator_and_postprocess()
-        self._recipe, options = options_of(self._given_zero, self.args, self.model)
+        self._recipe = recipe_of(self._given_zero, self.args, self.model)
+        options = options_of(self._given_zero, self._recipe, lambda: self._ranks)
         self.accelerator = Accelerator.of(self.accelerator, options, self._mixed_precision)
         bound = self.args.max_grad_norm if self._recipe is None else self._recipe.max_grad_norm
         self.accelerator.clips_by_default = bound if bound and bound > 0 else None
+
+    @functools.cached_property
+    def _ranks(self) -> Group:
+        return process_group(timeout_s=float(self.args.ddp_timeout))
 
     @property
     def engine(self) -> Engine | None:
@@ -113,7 +119,7 @@ class Trainer(transformers.Trainer):
                 "num_warmup": self.args.get_warmup_steps(num_training_steps),
             }
             # An "auto" of the schedule waits for the number of steps.
-            recipe, _ = options_of(self._given_zero, self.args, self.model, **steps)
+            recipe = recipe_of(self._given_zero, self.args, self.model, **steps)
             if recipe is not None and recipe.scheduler is not None:
                 kind, options = recipe.scheduler
                 chosen = self.optimizer if optimizer is None else optimizer
@@ -124,6 +130,10 @@ class Trainer(transformers.Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch."""
         return super().training_step(*args, **kwargs).detach()
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        # No gradient is a DTensor, and a look at each would make all of them whole.
+        return False
 
     # Evaluation and generation.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -37,7 +38,7 @@ class BucketForm:
     """The metadata of a bucket.
 
     Attributes:
-        label: name of the bucket in messages.
+        gather: the collective that gathers the bucket; ``part`` is its name in messages.
         slots: the positions of the leaves.
         dtype: of the bucket in the loss.
         sent: the narrower of the dtypes of the shard and of the bucket in the loss.
@@ -45,7 +46,7 @@ class BucketForm:
         cut: the placement of unequal pieces, in words; empty for equal pieces.
     """
 
-    label: str
+    gather: Collective
     slots: tuple[LeafSlot, ...]
     dtype: torch.dtype
     sent: torch.dtype
@@ -71,7 +72,8 @@ def _form(layout: Layout, index: int, compute_dtype: torch.dtype | None) -> Buck
         dtype = compute_dtype
     sent = bucket.dtype if bucket.dtype.itemsize < dtype.itemsize else dtype
     cut = repr(bucket.placement) if bucket.pieces else ""
-    return BucketForm(layout.label(index), slots, dtype, sent, bucket.padded_numel, cut)
+    gather = Collective(AllGather(), "params", layout.label(index), Stream.PARAMS, zero_copy=True)
+    return BucketForm(gather, slots, dtype, sent, bucket.padded_numel, cut)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,7 +82,7 @@ def _traced(form: BucketForm, grad_itemsize: int, stored_itemsize: int) -> Trace
     itemsizes = form.dtype.itemsize, form.sent.itemsize, grad_itemsize
     is_floating = form.dtype.is_floating_point
     kinds = is_floating, stored_itemsize, form.cut
-    return TracedBucket(form.label, leaves, form.numel, *itemsizes, *kinds)
+    return TracedBucket(form.gather.part, leaves, form.numel, *itemsizes, *kinds)
 
 
 class BucketShard:
@@ -95,11 +97,11 @@ class BucketShard:
         "dtype",
         "flat",
         "form",
+        "gather",
         "index",
         "reading",
         "slots",
         "trained",
-        "zero_copy",
     )
 
     def __init__(self, flat: Flat, index: int, call: LossCall, *, trained: bool) -> None:
@@ -108,14 +110,14 @@ class BucketShard:
         self.index = index
         self.trained = trained
         self.reading: Work | None = None
-        self.zero_copy = True
         self.form = _form(flat.layout, index, call.compute_dtype)
+        self.gather = self.form.gather
         self.slots = self.form.slots
         self.dtype = self.form.dtype
 
     def keep_apart(self) -> None:
         """Copy in the gather, because the shard will be written while the bucket is in use."""
-        self.zero_copy = False
+        self.gather = dataclasses.replace(self.gather, zero_copy=False)
 
     @property
     def is_whole(self) -> bool:
@@ -165,12 +167,12 @@ class BucketShard:
         """Start a gather of the parts that the ranks of a smaller group have kept."""
         if group.size == 1:
             return Work.done(part)
-        return group.start(Collective(AllGather(), "params", self.form.label, Stream.PARAMS), part)
+        return group.start(dataclasses.replace(self.gather, zero_copy=False), part)
 
     def read(self) -> None:
         """Start to read the shard from the store, unless a read is under way."""
         if self.reading is None and self.is_stored:
-            with stores.locating(leaf=self.form.label):
+            with stores.locating(leaf=self.gather.part):
                 self.reading = self.flat.buffers[self.index].get(self.flat.layout.device)
 
     def drop_read(self) -> None:
@@ -182,25 +184,25 @@ class BucketShard:
 
     def fetch(self) -> Tensor:
         """Return the shard in memory; nobody but the gather holds a shard from a store."""
+        shard = self.flat.buffers[self.index]
+        if isinstance(shard, Tensor):
+            return shard
         reading, self.reading = self.reading, None
-        with stores.locating(leaf=self.form.label):
+        with stores.locating(leaf=self.gather.part):
             if reading is not None:
                 return reading.wait()
-            return stores.fetch(self.flat.buffers[self.index], self.flat.layout.device)
+            return stores.fetch(shard, self.flat.layout.device)
 
     def start(self) -> Work:
         """Start the gather, when the shard has been read."""
         group, shard = self.flat.group, self.fetch()
-        call = Collective(
-            AllGather(), "params", self.form.label, Stream.PARAMS, zero_copy=self.zero_copy
-        )
         codec = self.call.codec if group.size > 1 and shard.is_floating_point() else None
         if codec is None and shard.dtype != self.form.sent:
             shard = shard.to(self.form.sent)
         if group.size == 1:
             return Work.done(shard)
         slot = self.flat.layout.buckets[self.index]
-        return gather_bucket(call, shard, group, slot, codec, dtype=self.dtype)
+        return gather_bucket(self.gather, shard, group, slot, codec, dtype=self.dtype)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """View the leaves in the gathered bucket."""

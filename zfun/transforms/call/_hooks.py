@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,11 +58,17 @@ class SumHook:
         group = self.group
         if sum_group(group).size == 1:
             return Work.done(buffer)
-        op = ReduceScatter() if self.placement is S else AllReduce()
-        call = Collective(op, "grads", layout.label(bucket), Stream.GRADS, zero_copy=True)
+        call = _sum_of(layout, bucket, self.placement)
         if self.placement is S:
             return sum_bucket(call, buffer, group, layout.buckets[bucket], self.codec)
         if self.codec is not None:
             return start(call, buffer, group, self.codec)
         # In shared memory, peers may still read the buffer after this rank has the sum.
         return group.start(call, buffer, None if is_symmetric(group) else buffer)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sum_of(layout: Layout, bucket: int, placement: Placement) -> Collective:
+    """The collective that sums a bucket of gradients."""
+    op = ReduceScatter() if placement is S else AllReduce()
+    return Collective(op, "grads", layout.label(bucket), Stream.GRADS, zero_copy=True)

@@ -52,7 +52,9 @@ class SavedViews:
 
     def __init__(self, num_buckets: int) -> None:
         self.blocks: list[_Uses] = []
-        # The nodes that need buckets, and the buckets of each view or recomputed block, in order.
+        # The node and the bucket of each saved view.
+        self._views: list[tuple[int, int]] = []
+        # The nodes that need buckets, and the buckets of each recomputed block, in order.
         self._needs: list[tuple[Sequence[int], tuple[int, ...]]] = []
         # The next node at each first use of a bucket, and the bucket under hooks of torch's own
         # checkpoint, which tells nothing.
@@ -79,7 +81,7 @@ class SavedViews:
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         bucket, _ = found
-        self._needs.append(((_next_number() - 1,), (bucket,)))
+        self._views.append((_next_number() - 1, bucket))
         # A plain tuple, because torch 2.15 makes views from no other type of shape.
         return (
             self._marks[bucket],
@@ -139,12 +141,11 @@ class SavedViews:
         """
         reached: set[int] = set()
         ready: dict[int, int] = {}
-        seen: set[Any] = set()
         found: list[int] = []
         for part in (roots[:1], roots[1:]):
             some = [root for root in part if root is not None]
             if some:
-                self._reach(some, nodes, seen, reached, ready)
+                self._reach(some, nodes, reached, ready)
                 found += self._in_order(reached, ready)
             found.append(_END)
         return found
@@ -153,31 +154,26 @@ class SavedViews:
         self,
         roots: Iterable[Any],
         nodes: Mapping[Any, int],
-        seen: set[Any],
         reached: set[int],
         ready: dict[int, int],
     ) -> None:
         """Add the numbers of the nodes behind roots, and of the last to run before each bucket."""
-        todo = [root for root in roots if root not in seen]
-        seen.update(todo)
+        todo = list(roots)
         for root in todo:
             if root in nodes:
                 ready[nodes[root]] = self._first_number
         while todo:
             node = todo.pop()
             number = node._sequence_nr()
-            if number < self._first_number:
-                # Of a graph that the batch brought along.
+            # A smaller number is of a graph that the batch brought along.
+            if number < self._first_number or number in reached:
                 continue
             reached.add(number)
             for following, _ in node.next_functions:
-                if following is None:
-                    continue
                 bucket = nodes.get(following)
                 if bucket is not None:
                     ready[bucket] = min(number, ready.get(bucket, number))
-                elif following not in seen:
-                    seen.add(following)
+                elif following is not None:
                     todo.append(following)
 
     def _in_order(self, reached: Set[int], ready: Mapping[int, int]) -> list[int]:
@@ -187,10 +183,11 @@ class SavedViews:
             for (number, bucket), end in zip(self._uses, ends, strict=False)
             if bucket is not None
         ]
-        events = [
+        events = [(number, 1, (bucket,)) for number, bucket in self._views if number in reached]
+        events += [
             (number, 1, buckets)
             for numbers, buckets in [*self._needs, *unknown]
-            if (number := max((n for n in numbers if n in reached), default=-1)) >= 0
+            if (number := max(filter(reached.__contains__, numbers), default=-1)) >= 0
         ]
         events += [(number, 0, (bucket, _READY)) for bucket, number in ready.items()]
         events.sort(reverse=True)

@@ -17,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 from tests.interop import trainers  # noqa: E402, after the check that the packages are there
 from zfun.interop.transformers import Trainer  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+
 
 def prepared(cls: Any, **options: Any) -> tuple[Any, nn.Module, Any]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -71,40 +73,141 @@ def test_parameters_of_two_models_are_refused() -> None:
         accelerator.clip_grad_norm_([*net.parameters(), *other.parameters()], 1.0)
 
 
-@pytest.mark.parametrize("bounds", [[0.25, float("inf")], [0.25, 1.0], ["zero_grad"]])
-def test_the_least_bound_of_a_step_counts(bounds: list[Any]) -> None:
-    """Infinity asks for the norm alone, and dropped gradients take their bound along."""
+# Loops of accelerate: a number clips, and a word is what it says.
+LOOPS: dict[str, list[Any]] = {
+    "infinity asks for the norm": ["backward", 0.25, torch.inf, "step", "backward", "step"],
+    "two bounds": ["backward", 0.25, 1.0, "step"],
+    "zero_grad of the optimizer": ["backward", 1e-3, "zero", "backward", "step"],
+    "zero_grad of the model": ["backward", 1e-3, "model zero", "backward", 1.0, "step"],
+    "each micro-batch": ["backward", 0.25, "backward", 0.25, "step", "backward", "step"],
+    "a bound of 0": ["backward", 0.0, "backward", "step"],
+    "loaded values": ["backward", 1e-3, "load", "zero", "backward", 1.0, "step"],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_clips_are_those_of_accelerate(stage: int, loop: str) -> None:
+    """Norms and values; dropped gradients take their bound along."""
 
     def run(cls: Any, **options: Any) -> Any:
         accelerator, net, optimizer = prepared(cls, **options)
-        for factor in (100.0, 0.01):
-            accelerator.backward(net(torch.ones(2, 3)).square().mean() * factor)
-            for bound in bounds if factor == 100.0 else ():
-                if bound == "zero_grad":
-                    accelerator.clip_grad_norm_(net.parameters(), 1e-3)
-                    optimizer.zero_grad()
-                    accelerator.backward(net(torch.ones(2, 3)).square().mean())
-                else:
-                    accelerator.clip_grad_norm_(net.parameters(), bound)
+        values = {name: x.clone() for name, x in accelerator.get_state_dict(net).items()}
+        norms = []
+        for act in LOOPS[loop]:
+            if act == "backward":
+                accelerator.backward(net(torch.ones(2, 3)).square().mean() * 100)
+            elif act == "step":
+                optimizer.step()
+                optimizer.zero_grad()
+            elif act == "zero":
+                optimizer.zero_grad()
+            elif act == "model zero":
+                net.zero_grad()
+            elif act == "load":
+                net.load_state_dict(values)
+            else:
+                norms.append(float(accelerator.clip_grad_norm_(net.parameters(), act)))
+        return norms, accelerator.get_state_dict(net)
+
+    found, expected = run(Accelerator, zero=stage), run(accelerate.Accelerator)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_of_the_loss_is_not_clipped_in_micro_batches(stage: int) -> None:
+    def run(cls: Any, **options: Any) -> Any:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator, net = cls(cpu=True, **options), nn.Linear(3, 1)
+        net.weight.data, net.bias.data = torch.ones(1, 3), torch.ones(1)
+        sigma = nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD([*net.parameters(), sigma], 0.001)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        norms = []
+        for _ in range(2):
+            for _ in range(2):
+                accelerator.backward(net(torch.ones(2, 3)).square().mean() * sigma)
+                norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.25)))
             optimizer.step()
             optimizer.zero_grad()
-        return accelerator.get_state_dict(net)
+        return norms, accelerator.get_state_dict(net), sigma.detach().clone()
 
-    torch.testing.assert_close(run(Accelerator, zero=2), run(accelerate.Accelerator))
-
-
-class Clipping(Trainer):
-    """Clips in its own training step."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.25)
-        return loss
+    found, expected = run(Accelerator, zero=stage), run(accelerate.Accelerator)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_a_bound_in_a_run_without_clipping_is_refused(tmp_path: Any) -> None:
-    options = {"max_steps": 1, "max_grad_norm": 0.0}
-    trainer = trainers.make(Clipping, str(tmp_path), options=options, zero=2)
-    with pytest.raises(OptionError, match=r"max_norm=0\.25; pass max_grad_norm=0\.25"):
+def test_an_engine_that_is_closed_leaves_no_bound() -> None:
+    accelerator, net, _ = prepared(Accelerator, zero=2)
+    accelerator.backward(net(torch.ones(2, 3)).square().mean())
+    accelerator.clip_grad_norm_(net.parameters(), 1e-6)
+    again = accelerator.prepare_optimizer(torch.optim.SGD(net.parameters(), 0.5))
+    before = dict(net.state_dict())["2.bias"].clone()
+    accelerator.backward(net(torch.ones(2, 3)).square().mean())
+    again.step()
+    assert (dict(net.state_dict())["2.bias"] - before).abs() > 1e-4
+
+
+def clipping(parent: Any) -> Any:
+    """Return a Trainer that clips in its own training step."""
+
+    class Clipping(parent):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.25)
+            return loss
+
+    return Clipping
+
+
+class Heads(nn.Module):
+    """A model with a head that its loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(trainers.LENGTH, 1), nn.Linear(trainers.LENGTH, 1)
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> dict[str, Tensor]:
+        return {"loss": self.used(input_ids / trainers.VOCAB).square().mean()}
+
+
+def histories(options: dict[str, Any], folder: str, wrap: Any = lambda parent: parent) -> Any:
+    """Train with transformers and with zfun; return histories and values."""
+    results = []
+    for parent, zero in ((transformers.Trainer, {}), (Trainer, {"zero": 2})):
+        made: dict[str, Any] = {"options": {"max_steps": 3, **options}, "model": Heads(), **zero}
+        trainer = trainers.make(wrap(parent), folder, **made)
         trainer.train()
+        history = torch.tensor(trainers.history(trainer), dtype=torch.float64)
+        results.append((history, dict(trainer.model.state_dict())))
+    return results
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.5])
+def test_a_trainer_may_clip_in_its_own_step(bound: float, tmp_path: Any) -> None:
+    """In each micro-batch, also where ``max_grad_norm=0`` clips nothing else."""
+    theirs, ours = histories({"max_grad_norm": bound}, str(tmp_path), clipping)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_leaf_that_the_loss_does_not_use_is_not_decayed(tmp_path: Any) -> None:
+    """transformers looks at each gradient in the first step."""
+    theirs, ours = histories({"weight_decay": 0.5, "warmup_steps": 0}, str(tmp_path))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours[1]["unused.weight"], Heads().unused.weight)
+
+
+def test_gradients_of_modules_without_an_engine_have_no_loss_scale() -> None:
+    """float16 on a GPU, where accelerate unscales by a scaler that is not there."""
+    accelerator, net, _ = prepared(Accelerator, zero=2, mixed_precision="fp16")
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    other = nn.Linear(3, 1)
+    accelerator.backward(net(torch.ones(2, 3)).square().mean() + other(torch.ones(1, 3)).sum())
+    with pytest.raises(OptionError, match=r"loss scale, here 65536\.0.*without an engine"):
+        accelerator.clip_grad_norm_(other.parameters(), 1.0)
+    plain, _, _ = prepared(Accelerator, zero=2)
+    plain.native_amp = True
+    plain.state._mixed_precision = "fp16"
+    other(torch.ones(1, 3)).sum().backward()
+    assert float(plain.clip_grad_norm_(other.parameters(), 1.0)) > 1
