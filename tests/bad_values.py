@@ -47,6 +47,7 @@ MODULES = (
     "zfun.compression",
     "zfun.transforms",
     "zfun.parallel",
+    "zfun.parallel.schedules",
     "zfun.checkpoint",
     "zfun.planner",
     "zfun.planner.formulae",

@@ -596,6 +596,44 @@ case("record", lambda g: {"group": g}, lambda g, made: made.size, 2)
 case("simulate", lambda g: {"n": 2, "fn": lambda group: group.rank, "args": ()})
 case("split", lambda g: {"group": g, "inner": 2}, lambda g, made: made.inner.size, 2)
 case("mesh", lambda g: {"group": g, "dp": 2}, lambda g, made: made["dp"].size, 2)
+SCHEDULE = zf.parallel.schedules.one_forward_one_backward(2, 3)
+for name in ("gpipe", "interleaved", "zero_bubble"):
+    case(
+        f"parallel.schedules.{name}",
+        lambda g: {"num_ranks": 2, "num_micro_batches": 4, "stages_per_rank": 2},
+    )
+case(
+    "parallel.schedules.one_forward_one_backward",
+    lambda g: {"num_ranks": 2, "num_micro_batches": 3},
+)
+case("parallel.schedules.read_csv", lambda g: {"text": "0F0,0B0"})
+for name in (
+    "activations_in_flight",
+    "check_schedule",
+    "ranks_of_stages",
+    "with_messages",
+    "write_csv",
+):
+    case(f"parallel.schedules.{name}", lambda g: {"schedule": SCHEDULE})
+case(
+    "parallel.schedules.bubble",
+    lambda g: {"schedule": SCHEDULE, "forward": 1.0, "inputs": 1.0, "weights": 1.0},
+    forward=("zero", "half", "10**30"),
+    inputs=("zero", "half", "10**30"),
+    weights=("zero", "half", "10**30"),
+)
+case("parallel.model_axes", lambda g: {"loss": loss}, same)
+case(
+    "parallel.pipeline",
+    lambda g: {
+        "stages": [lambda params, x: x @ params["w"], lambda params, x: (x * params["b"]).sum()],
+        "axis": g,
+        "num_micro_batches": 2,
+        "leaves": [["w"], ["b"]],
+    },
+    lambda g, made: trained(g, zf.zero(1, made, zf.optim.sgd(0.1), co.single_group())),
+    2,
+)
 case("collectives.Mesh", lambda g: {"inner": g, "outer": co.single_group()}, lambda g, m: m.size, 2)
 case("collectives.Workers", lambda g: {"n": 2}, lambda g, made: None)
 case("collectives.abstract_group", lambda g: {"size": 2}, lambda g, m: (m.rank, m.size))

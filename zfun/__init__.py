@@ -14,7 +14,7 @@ from zfun.collectives import Group, mesh, process_group, record, simulate, split
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.modules import functional
-from zfun.parallel import tensor_parallel
+from zfun.parallel import pipeline, tensor_parallel
 from zfun.placement import P, R, S
 from zfun.planner import plan
 from zfun.recipes import Precision, zero
@@ -65,6 +65,7 @@ __all__ = [
     "offload",
     "optim",
     "partition",
+    "pipeline",
     "plan",
     "process_group",
     "record",

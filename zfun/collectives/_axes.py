@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from zfun.collectives._group import Aside, Group, Wrapper
+from zfun.collectives._group import Aside, Group, Wrapper, own_part
 from zfun.collectives._ops import (
     AllGather,
     AllReduce,
@@ -89,6 +89,11 @@ class Axis(Wrapper):
             return (yield self.wrapped.start(call, x, out))
 
         return self._order.launch(call.stream, [self], only(), x)
+
+    def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
+        numbers = [self.global_ranks[rank] for rank in own_part(self, parts)]
+        part = self.wrapped.subgroup(parts, name or self.axis)
+        return Axis(part, name or self.axis, numbers, self._order)
 
     def __repr__(self) -> str:
         return f"<{self.axis} axis: rank {self.rank} of {self.size}>"

@@ -1,8 +1,10 @@
 """Parallelism over axes beside data: leaves cut by meaning, and losses that know their axes."""
 
+from zfun.parallel import schedules
 from zfun.parallel._cuts import LeafRule, ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._cuts import beside_model_axes as beside_model_axes
 from zfun.parallel._local import LocalTree as LocalTree
+from zfun.parallel._pipeline import Pipeline, pipeline
 from zfun.parallel._sequence import sequence_batch, sequence_piece, token_mean
 from zfun.parallel._sequence_ring import ring_attention
 from zfun.parallel._sequence_ulysses import check_heads as check_heads
@@ -19,10 +21,13 @@ __all__ = [
     "LeafRule",
     "ModelAxis",
     "ParallelLoss",
+    "Pipeline",
     "StylePlan",
     "TensorStyle",
     "model_axes",
+    "pipeline",
     "ring_attention",
+    "schedules",
     "sequence_batch",
     "sequence_piece",
     "tensor_parallel",

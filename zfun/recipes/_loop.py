@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -13,7 +14,7 @@ from zfun.checkpoint import check_saves
 from zfun.collectives import global_ranks
 from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat
-from zfun.parallel import LocalTree, model_axes
+from zfun.parallel import LocalTree, Pipeline, model_axes
 from zfun.recipes._checks import (
     check_is_flat,
     check_is_state,
@@ -62,6 +63,7 @@ class Loop:
     """
 
     def __init__(self, recipe: ZeroOptions) -> None:
+        recipe = _with_micro_batches(recipe)
         self.recipe = recipe
         self.known = KnownStates(recipe)
         self.hook = UpdateHook()
@@ -114,6 +116,8 @@ class Loop:
         recipe, hook = self.recipe, self.hook
         self._check(state)
         check_saves(recipe.group)
+        if isinstance(recipe.loss_fn, Pipeline):
+            return self._step_of_pipeline(recipe.loss_fn, state, batch)
         is_whole = recipe.num_micro_batches == 1
         scale, terms = scale_of(state), takes_terms(recipe, state)
         hook.left.clear()
@@ -140,6 +144,24 @@ class Loop:
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
         return updated(recipe, state, grads, loss, left(), aux, begun, spends=True)
+
+    def _step_of_pipeline(
+        self, pipeline: Pipeline, state: ZeroState, batch: Any
+    ) -> tuple[ZeroState, StepInfo]:
+        """Take a step of a loss that runs its own micro-batches."""
+        left = state.buffers
+
+        def start(fn: Callable[..., Any], given: Any) -> tuple[Any, Pullback]:
+            nonlocal left
+            out, pullback, left = self.vjp(fn, state, given, left)
+            return out, pullback
+
+        layout = state.params.layout
+        loss, grads, aux = pipeline.gradients(
+            start, batch, self.recipe.group, layout.leaves, layout.device, scale_of(state)
+        )
+        loss = loss.mean if isinstance(loss, WeightedMean) else loss
+        return updated(self.recipe, state, grads, loss, left, aux, spends=True)
 
     def params(
         self, state: ZeroState, select: Callable[[str, Tensor], bool] | None = None
@@ -216,3 +238,16 @@ class Loop:
                 raise
 
         return ops.uncompiled(run)
+
+
+def _with_micro_batches(recipe: ZeroOptions) -> ZeroOptions:
+    """Let a pipeline say how many micro-batches a step has."""
+    if not isinstance(recipe.loss_fn, Pipeline):
+        return recipe
+    if recipe.num_micro_batches > 1:
+        raise OptionError(
+            "a pipeline cuts the batch in its own micro-batches; got num_micro_batches="
+            f"{recipe.num_micro_batches} of zero() beside {recipe.loss_fn.num_micro_batches} of "
+            "the pipeline; leave it out"
+        )
+    return dataclasses.replace(recipe, num_micro_batches=recipe.loss_fn.num_micro_batches)

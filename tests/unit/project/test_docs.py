@@ -43,6 +43,7 @@ PUBLIC = [
     "zfun.interop.dtensor",
     "zfun.interop.loggers",
     "zfun.interop.transformers",
+    "zfun.parallel.schedules",
     "zfun.testing",
 ]
 # Pages that run as a program: the package that they need, and the number of ranks.

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` with sharded training state, and the plans of models.
+"""``transformers`` with sharded training state, and models cut over axes.
 
 Needs ``pip install zfun[transformers]``.
 
@@ -8,12 +8,22 @@ Needs ``pip install zfun[transformers]``.
 ``_options``     the meaning of ``zero=``, and arguments that are refused
 ``_plans``       the tensor parallelism that a model names for itself
 ``_sequence``    models over a sequence axis
+``_stages``      decoders cut between layers, for pipelines
 ===============  =================================================================================
 """
 
 from zfun.interop.transformers._arguments import TrainingArguments
 from zfun.interop.transformers._plans import tp_plan
 from zfun.interop.transformers._sequence import sequence_parallel
+from zfun.interop.transformers._stages import Stages, pipeline_stages
 from zfun.interop.transformers._trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments", "sequence_parallel", "tp_plan"]
+__all__ = [
+    "Seq2SeqTrainer",
+    "Stages",
+    "Trainer",
+    "TrainingArguments",
+    "pipeline_stages",
+    "sequence_parallel",
+    "tp_plan",
+]

@@ -79,7 +79,7 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
             losses.append(loss)
             if isinstance(loss, WeightedMean):
                 weights.append(loss.weight)
-                grads = _times(grads, loss.weight)
+                grads = times(grads, loss.weight)
             total = add_grads(total, grads, owned=index > 1)
             # Free these gradients before the next micro-batch makes new ones.
             del grads
@@ -87,7 +87,7 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
             result: Any = WeightedMean(
                 torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum()
             )
-            total = _times(total, reciprocal(result.weight))
+            total = times(total, reciprocal(result.weight))
         else:
             result = torch.stack(losses).sum() / num_micro_batches
             total = scale_grads(total, 1.0 / num_micro_batches)
@@ -207,7 +207,7 @@ def add_grads(total: tree.Tree, grads: tree.Tree, *, owned: bool = True) -> tree
     return tree.map(lambda x, y: x.add_(y) if owned else x + y, total, grads)
 
 
-def _times(grads: tree.Tree, factor: float | Tensor) -> tree.Tree:
+def times(grads: tree.Tree, factor: float | Tensor) -> tree.Tree:
     """Multiply gradients; those of a flat by a number on their device, without a wait for it."""
     if (
         isinstance(factor, Tensor)

@@ -26,10 +26,12 @@ from zfun.transforms.call._call import BoundParams, LossCall
 from zfun.transforms.call._executor import Executor, WholeParams, check_recomputed
 from zfun.transforms.call._hooks import CommHook, SumHook
 from zfun.transforms.call._reducer import GradReducer
+from zfun.transforms.grads._halves import backward_of_inputs
 from zfun.transforms.grads._pullback import (
     Outputs,
     Pullback,
     Pulled,
+    View,
     start_backward,
     start_forward,
 )
@@ -143,7 +145,22 @@ class GradientFunction(ZfunGradient):
             seeds = outputs.seeds(cotangents, self.loss_scale)
             return lambda: self._pull(call, number, outputs.roots, seeds, weight, inputs)
 
-        return values, Pullback(pull, call.executor.abandon, outputs.paths)
+        def halve(
+            cotangents: Any, weight: Any, inputs: Sequence[Tensor], views: Sequence[View]
+        ) -> tuple[list[Tensor | None], Callable[[], Any]]:
+            seeds = outputs.seeds(cotangents, self.loss_scale)
+            found, second = backward_of_inputs(
+                outputs.roots, seeds, inputs, [view for _, view in views]
+            )
+
+            def rest() -> Any:
+                # From the leaves on, as in one pass.
+                leaves = [leaf for leaf, _ in views]
+                return self._pull(call, number, leaves, second(), weight, ())[0]
+
+            return found, rest
+
+        return values, Pullback(pull, call.executor.abandon, outputs.paths, halve)
 
     def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
         """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""

@@ -37,6 +37,15 @@ Pulled: TypeAlias = tuple[Any, list["Tensor | None"]]
 # Checks cotangents, a weight and inputs, and returns backward.
 Pull: TypeAlias = Callable[[Any, "float | Tensor | None", Sequence[Tensor]], Callable[[], Pulled]]
 
+View: TypeAlias = tuple[Tensor, Tensor]
+"""A parameter, and a view of it that a function has used in its place."""
+
+# Takes views of the parameters too, runs the first half, and returns the second.
+Halve: TypeAlias = Callable[
+    [Any, "float | Tensor | None", Sequence[Tensor], Sequence[View]],
+    tuple[list["Tensor | None"], Callable[[], Any]],
+]
+
 
 class Pullback:
     """From cotangents of the outputs of a function to gradients of its parameters.
@@ -48,6 +57,7 @@ class Pullback:
         pull: checks the arguments, and returns a function that is called once.
         close: called instead, if the pullback is dropped.
         paths: see below.
+        halve: the same in two halves, if it can be divided; see [Note: two halves].
 
     Attributes:
         paths: for each leaf of the outputs, in the order of :func:`zfun.transforms.map_batch`, the
@@ -56,10 +66,15 @@ class Pullback:
     """
 
     def __init__(
-        self, pull: Pull, close: Callable[[], None], paths: tuple[str | None, ...] = ()
+        self,
+        pull: Pull,
+        close: Callable[[], None],
+        paths: tuple[str | None, ...] = (),
+        halve: Halve | None = None,
     ) -> None:
         self.paths = paths
         self._pull: Pull | None = pull
+        self._halve = halve
         dropped: Any = weakref.finalize(self, close)
         # At the end of the process other ranks may be gone.
         dropped.atexit = False
@@ -113,6 +128,42 @@ class Pullback:
         """
         return self.checked(cotangents, weight, inputs)()
 
+    @ops.uncompiled
+    def inputs_first(
+        self,
+        cotangents: Any,
+        inputs: Sequence[Tensor],
+        views: Sequence[View] = (),
+        *,
+        weight: float | Tensor | None = None,
+    ) -> tuple[list[Tensor | None], Callable[[], Any]]:
+        """Return the cotangents of tensors of the batch, and a function that returns the gradients.
+
+        Args:
+            cotangents: as for a call.
+            inputs: as for :meth:`with_inputs`.
+            views: pairs of a parameter and a view of it, which the function has used in its place.
+                Then the returned function computes the gradients; without views, this one does.
+            weight: as for a call.
+
+        Returns:
+            The cotangents of the inputs as from :meth:`with_inputs`, and a function without
+            arguments, which every rank must call once.
+        """
+        if self._halve is None or not inputs or not views:
+            grads, found = self.with_inputs(cotangents, inputs, weight=weight)
+            return found, lambda: grads
+        self._check_unused()
+        found, rest = self._halve(cotangents, weight, inputs, views)
+
+        def run() -> Any:
+            self._check_unused()
+            self._pull = self._halve = None
+            self._dropped.detach()
+            return rest()
+
+        return found, run
+
     def checked(
         self, cotangents: Any, weight: float | Tensor | None, inputs: Sequence[Tensor]
     ) -> Callable[[], Pulled]:
@@ -120,23 +171,26 @@ class Pullback:
 
         An error leaves the pullback as it was.
         """
-        if self._pull is None:
-            raise ZfunError(
-                "a pullback runs once, because backward frees the graph; got a second call, or a "
-                "call after close(); call vjp() again"
-            )
-        pull = self._pull(cotangents, weight, inputs)
+        pull = self._check_unused()(cotangents, weight, inputs)
 
         def run() -> Pulled:
-            self._pull = None
+            self._pull = self._halve = None
             self._dropped.detach()
             return pull()
 
         return run
 
+    def _check_unused(self) -> Pull:
+        if self._pull is None:
+            raise ZfunError(
+                "a pullback runs once, because backward frees the graph; got a second call, or a "
+                "call after close(); call vjp() again"
+            )
+        return self._pull
+
     def close(self) -> None:
         """Drop the call: wait for gathers under way, and free everything that forward has kept."""
-        self._pull = None
+        self._pull = self._halve = None
         self._dropped()
 
     def then(self, change: Callable[[Any], Any]) -> Pullback:

@@ -1,0 +1,372 @@
+"""A loss made of stages, which lie on the ranks of an axis.
+
+[Note: pipelines]
+:func:`pipeline` returns a loss that runs its micro-batches by a schedule. It has no gradient by
+autograd, because a rank computes a part of it. A step of :func:`zfun.zero` therefore asks
+:meth:`Pipeline.gradients`, and gives it what ``Zero.vjp`` is: a function that runs a stage on this
+rank's parameters, in whatever placement, precision and store, and returns the way back. The sums of
+gradients over micro-batches are those of :func:`zfun.accumulate`, in the order of the micro-batches
+and with the same divisions, so a pipeline changes no bit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import itertools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from zfun.collectives import AllReduce, Collective, Group, LeafRecord, Stream, check_same, sum_group
+from zfun.errors import LeafError, OptionError
+from zfun.layout import LeafSlot
+from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss
+from zfun.parallel._pipeline_messages import Channel
+from zfun.parallel._pipeline_run import Results, StageFunction, StartVjp, Step
+from zfun.parallel._pipeline_tied import TiedLeaves, group_of
+from zfun.parallel.schedules import (
+    ACTIONS,
+    BY_NAME,
+    Action,
+    Schedule,
+    check_schedule,
+    ranks_of_stages,
+    with_messages,
+    write_csv,
+)
+from zfun.placement import Held
+from zfun.transforms import WeightedMean, scale_grads, split_batch
+from zfun.transforms.grads._accumulate import times
+from zfun.transforms.grads._value import reciprocal
+
+
+class Pipeline(ParallelLoss):
+    """The loss that :func:`pipeline` returns; see [Note: pipelines].
+
+    Attributes:
+        num_micro_batches: of a step.
+        schedule: the actions of each rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[..., Any]],
+        axis: Group,
+        schedule: Schedule,
+        num_micro_batches: int,
+        leaves: Sequence[Sequence[str]] | None,
+    ) -> None:
+        super().__init__(_refuse_call, [ModelAxis(axis, lambda path, leaf: self._held(path))])
+        self.num_micro_batches = num_micro_batches
+        self.schedule = schedule
+        self._axis = axis
+        self._leaves = leaves
+        self._rank_of = ranks_of_stages(schedule)
+        self._stages = {
+            stage: StageFunction(
+                fn, _picker(stage, leaves), _takes_batch(stage, fn), stage == len(stages) - 1
+            )
+            for stage, fn in enumerate(stages)
+            if self._rank_of[stage] == axis.rank
+        }
+        self._actions = with_messages(schedule)[axis.rank]
+        # Made in the first step, because all ranks take part.
+        self._channels: dict[tuple[int, str], Channel] = {}
+        self._loss: Channel | None = None
+        self._tied: dict[tuple[LeafSlot, ...], TiedLeaves] = {}
+
+    def gradients(
+        self,
+        start: StartVjp,
+        batch: Any,
+        group: Group,
+        slots: tuple[LeafSlot, ...],
+        device: torch.device,
+        loss_scale: float,
+    ) -> tuple[Any, Any, Any]:
+        """Run the schedule; every rank must call, with a batch that is equal along the axis.
+
+        Args:
+            start: runs the first half of a stage on this rank's parameters.
+            batch: of these data ranks.
+            group: the data ranks.
+            slots: the leaves of this rank.
+            device: of the parameters.
+            loss_scale: the factor of the loss in backward.
+
+        Returns:
+            The loss over all ranks and micro-batches, the gradients of this rank's leaves, and the
+            second results of the loss (``None`` on ranks without the last stage).
+        """
+        if self._loss is None:
+            self._agree()
+            self._connect(device)
+        if slots not in self._tied:
+            self._tied[slots] = TiedLeaves(self._axis, self._ranks_with, slots)
+        sums = sum_group(group)
+        batches = split_batch(batch, self.num_micro_batches)
+        results = Step(
+            self._stages,
+            len(self._rank_of),
+            self._channels,
+            start,
+            batches,
+            sums,
+            loss_scale,
+        ).run(self._actions)
+        loss = self._shared_loss(results, sums)
+        grads, count = results.grads, self.num_micro_batches
+        if count > 1 and isinstance(loss, WeightedMean):
+            grads = times(grads, reciprocal(loss.weight))
+        elif count > 1:
+            grads = scale_grads(grads, 1.0 / count)
+        auxes = [results.auxes[k] for k in sorted(results.auxes)]
+        aux = auxes[0] if len(auxes) == count == 1 else auxes or None
+        return loss, self._tied[slots].sum(grads), aux
+
+    def _shared_loss(self, results: Results, sums: Group) -> Any:
+        """Average the losses over micro-batches and data ranks, and send the mean to all stages."""
+        assert self._loss is not None
+        value: Any = None
+        micro = range(self.num_micro_batches)
+        if results.losses:
+            mine = torch.stack([results.losses[k] for k in micro])
+            call = Collective(AllReduce(), "loss", "loss", Stream.CONTROL)
+            losses = sums.start(call, mine).wait()
+            if results.weights:
+                weights = torch.stack([results.weights[k] for k in micro]).to(losses.dtype)
+                value = {"total": losses.sum(), "weight": weights.sum()}
+            else:
+                value = {"total": (losses * (1.0 / sums.size)).sum() / len(micro), "weight": None}
+        if self._axis.rank == self._rank_of[-1]:
+            for work in self._loss.send(value, "loss", "loss", lambda path: False):
+                work.wait()
+        else:
+            value = self._loss.receive("loss", "loss")()
+        total, weight = value["total"], value["weight"]
+        return total if weight is None else WeightedMean(total, weight)
+
+    def _agree(self) -> None:
+        """Refuse ranks that have other schedules before they wait for each other."""
+        text = write_csv(self.schedule)
+        plan = {
+            "schedule": f"one of {len(self._rank_of)} stages and {self.num_micro_batches} "
+            f"micro-batches, checksum {zlib.crc32(text.encode()):08x}",
+            "leaves": self._leaves,
+        }
+        records = [LeafRecord.of_option(name, value) for name, value in plan.items()]
+        check_same(records, self._axis, "plan of a pipeline", kind="option")
+
+    def _connect(self, device: torch.device) -> None:
+        """Make the channels of this rank, over groups of two ranks."""
+        axis, rank_of = self._axis, self._rank_of
+        ends = [*itertools.pairwise(rank_of)]
+        groups = _pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
+        for stage, (first, second) in enumerate(ends):
+            if first == second or axis.rank not in (first, second):
+                continue
+            group = groups[second if axis.rank == first else first]
+            # The lower rank is rank 0 of the two.
+            there = Channel(group, int(first > second), "activations", device)
+            back = Channel(group, int(second > first), "cotangents", device)
+            self._channels |= {
+                (stage, "SEND_F"): there,
+                (stage + 1, "RECV_F"): there,
+                (stage + 1, "SEND_B"): back,
+                (stage, "RECV_B"): back,
+            }
+        self._loss = Channel(axis, rank_of[-1], "loss", device)
+
+    def _ranks_with(self, path: str) -> tuple[int, ...]:
+        """Return the ranks whose stages use a leaf."""
+        count = len(self._rank_of)
+        if self._leaves is None:
+            name = path.split(".", maxsplit=1)[0]
+            stages = [int(name)] if name.isdecimal() and int(name) < count else []
+        else:
+            stages = [
+                stage
+                for stage, globs in enumerate(self._leaves)
+                if any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+            ]
+        if not stages:
+            raise LeafError(
+                "every leaf belongs to a stage of a pipeline; got leaf "
+                f"{path!r} of none of {count} stages; "
+                + (
+                    "pass a list of one tree for each stage, or leaves= with the paths of each"
+                    if self._leaves is None
+                    else "add its path to leaves="
+                ),
+                leaf=path,
+            )
+        return tuple(sorted({self._rank_of[stage] for stage in stages}))
+
+    def _held(self, path: str) -> Held:
+        return Held(self._ranks_with(path))
+
+
+@takes(
+    stages=each(FUNCTION, "a sequence of functions", "[first, last]", least=1),
+    axis=GROUP,
+    schedule=TEXT | ACTIONS,
+    num_micro_batches=integer(1),
+    leaves=each(NAMES, "a sequence of lists of paths", "[['embed.*'], ['head.*']]") | None,
+)
+def pipeline(
+    stages: Sequence[Callable[..., Any]],
+    axis: Group,
+    schedule: str | Schedule = "1f1b",
+    *,
+    num_micro_batches: int,
+    leaves: Sequence[Sequence[str]] | None = None,
+) -> Pipeline:
+    """Return a loss whose stages lie on the ranks of an axis, for :func:`zfun.zero`.
+
+    A step cuts the batch in micro-batches, which go through the stages one after the other. It has
+    the bits of a step of ``zf.zero`` over the data axes alone with ``num_micro_batches``.
+
+    Args:
+        stages: functions ``(params, x) -> x``. The first one gets the micro-batch as ``x``, and the
+            last one returns the loss, as a loss of :func:`zfun.zero` does. A function of three
+            arguments, ``(params, x, batch)``, gets the micro-batch too. What a stage returns is a
+            tensor, or tuples, lists and dicts of tensors.
+        axis: the ranks of the pipeline, such as ``mesh["pp"]``; they get the same batches. Stage s
+            lies on rank ``s % axis.size``, unless the schedule says otherwise.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"zero_bubble"``, or the actions of each rank, as
+            :mod:`zfun.parallel.schedules` makes and reads them. ``"1f1b"`` with several stages on a
+            rank is the interleaved schedule.
+        num_micro_batches: a divisor of the batch size; see :func:`zfun.accumulate`.
+        leaves: for each stage the globs of the paths of its leaves. A stage gets the parameters of
+            its rank, with holes (``None``) for those of others, and a leaf of several stages, such
+            as a tied embedding, gets the sum of their gradients. By default the parameters are a
+            list with one tree for each stage (or a dict with the keys ``"0"``, ``"1"``, ...), and
+            each stage gets its own tree.
+
+    Returns:
+        The loss. ``step`` of :func:`zfun.zero` returns its value on all ranks, and the second
+        result of the last stage on the rank of that stage.
+
+    Raises:
+        OptionError: stages that the axis or the schedule does not fit.
+        LeafError: from ``init``, for a leaf of no stage.
+        SpecMismatch: from ``step``, for ranks with other plans, or a stage whose results change
+            their shapes.
+
+    Example:
+        >>> import zfun as zf
+        >>> first = lambda params, x: params["w"] * x
+        >>> last = lambda params, x: (params["w"] * x).mean()
+        >>> def main(group):
+        ...     mesh = zf.mesh(group, pp=2, dp=1)
+        ...     loss = zf.pipeline([first, last], mesh["pp"], num_micro_batches=2)
+        ...     return [str(action) for action in loss.schedule[group.rank]]
+        >>> zf.simulate(2, main)
+        [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1B0', '1F1', '1B1']]
+
+    After Huang et al., "GPipe" (2019), and Narayanan et al., "PipeDream" (2019).
+    """
+    made = _schedule_of(schedule, len(stages), axis, num_micro_batches)
+    if leaves is not None and len(leaves) != len(stages):
+        raise OptionError(
+            f"leaves has the paths of each stage; got {len(leaves)} lists for {len(stages)} "
+            "stages; pass one list for each"
+        )
+    return Pipeline(list(stages), axis, made, num_micro_batches, leaves)
+
+
+def _schedule_of(
+    schedule: str | Sequence[Sequence[Action]],
+    num_stages: int,
+    axis: Group,
+    num_micro_batches: int,
+) -> Schedule:
+    """Return the actions of each rank, which fit the stages and the axis."""
+    if isinstance(schedule, str):
+        if schedule not in BY_NAME:
+            raise OptionError(
+                f"schedule is one of {', '.join(map(repr, BY_NAME))}, or the actions of each rank; "
+                f"got {schedule!r}; zfun.parallel.schedules makes others"
+            )
+        if num_stages % axis.size:
+            raise OptionError(
+                f"each rank of a pipeline has equally many stages; got {num_stages} stages for "
+                f"{axis.size} ranks; cut the model in a multiple of {axis.size}"
+            )
+        return BY_NAME[schedule](axis.size, num_micro_batches, num_stages // axis.size)
+    check_schedule(schedule)
+    made = tuple(tuple(actions) for actions in schedule)
+    found = {
+        "ranks": (len(made), axis.size),
+        "stages": (len(ranks_of_stages(made)), num_stages),
+        "micro-batches": (
+            1 + max(action.micro_batch for actions in made for action in actions),
+            num_micro_batches,
+        ),
+    }
+    for name, (got, wanted) in found.items():
+        if got != wanted:
+            raise OptionError(
+                f"a schedule is one of the {name} of its pipeline; got one of {got} {name} for a "
+                f"pipeline of {wanted}; make it for {wanted}"
+            )
+    return made
+
+
+def _takes_batch(stage: int, fn: Callable[..., Any]) -> bool:
+    """Whether a stage takes ``(params, x, batch)`` rather than ``(params, x)``."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
+    taken = [x for x in parameters if x.kind in kinds]
+    has_rest = any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters)
+    if len(needed) > 3 or (len(taken) < 2 and not has_rest):
+        raise OptionError(
+            "a stage is a function (params, x), or (params, x, batch); got one of "
+            f"{len(needed)} arguments for stage {stage}; bind the others with functools.partial()"
+        )
+    return len(needed) == 3
+
+
+def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:
+    """Return the function from the parameters of a rank to those of a stage."""
+
+    def own(params: Any) -> Any:
+        if isinstance(params, Mapping):
+            return params[str(stage)] if str(stage) in params else params[stage]
+        return params[stage]
+
+    return own if leaves is None else lambda params: params
+
+
+def _pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
+    """Return the group of two for each rank that this rank has messages with."""
+    found: dict[int, Group] = {}
+    left = list(pairs)
+    while left:
+        # Pairs without a common rank are made together.
+        parts: list[tuple[int, int]] = []
+        for pair in left:
+            if not any(set(pair) & set(other) for other in parts):
+                parts.append(pair)
+        left = [pair for pair in left if pair not in parts]
+        group = group_of(axis, parts)
+        for low, high in parts:
+            if axis.rank in (low, high):
+                found[high if axis.rank == low else low] = group
+    return found
+
+
+def _refuse_call(params: Any, batch: Any) -> NoReturn:
+    del params, batch
+    raise OptionError(
+        "a pipeline computes its loss in step() of zf.zero(), with the other ranks of its axis; "
+        "got a call of the loss alone; pass it to zf.zero() as loss_fn"
+    )
