@@ -45,11 +45,11 @@ class ParallelLoss:
     """
 
     def __init__(self, fn: Callable[..., Any], axes: Sequence[ModelAxis]) -> None:
-        self.fn = fn
+        self.fn = self.__wrapped__ = fn
         self.model_axes = tuple(axes)
 
-    def __call__(self, params: Any, batch: Any) -> Any:
-        return self.fn(params, batch)
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        return self.fn(params, *batch)
 
 
 def model_axes(loss: Any) -> tuple[ModelAxis, ...]:

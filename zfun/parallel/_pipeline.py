@@ -12,6 +12,7 @@ and with the same divisions, so a pipeline changes no bit.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import itertools
 import zlib
@@ -24,7 +25,7 @@ from zfun.collectives import AllReduce, Collective, Group, LeafRecord, Stream, c
 from zfun.errors import LeafError, OptionError
 from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
-from zfun.parallel._cuts import ModelAxis, ParallelLoss
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._pipeline_messages import Channel
 from zfun.parallel._pipeline_run import Results, StageFunction, StartVjp, Step
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of
@@ -38,7 +39,7 @@ from zfun.parallel.schedules import (
     with_messages,
     write_csv,
 )
-from zfun.placement import Held
+from zfun.placement import Cut, Held
 from zfun.transforms import WeightedMean, scale_grads, split_batch
 from zfun.transforms.grads._accumulate import times
 from zfun.transforms.grads._value import reciprocal
@@ -60,7 +61,17 @@ class Pipeline(ParallelLoss):
         num_micro_batches: int,
         leaves: Sequence[Sequence[str]] | None,
     ) -> None:
-        super().__init__(_refuse_call, [ModelAxis(axis, lambda path, leaf: self._held(path))])
+        inner = {id(x.group): x.group for fn in stages for x in model_axes(fn)}
+        super().__init__(
+            _refuse_call,
+            [
+                ModelAxis(axis, lambda path, leaf: Held(self._ranks_with(path))),
+                *(
+                    ModelAxis(group, functools.partial(self._spread_inside, stages, group))
+                    for group in inner.values()
+                ),
+            ],
+        )
         self.num_micro_batches = num_micro_batches
         self.schedule = schedule
         self._axis = axis
@@ -183,6 +194,27 @@ class Pipeline(ParallelLoss):
 
     def _ranks_with(self, path: str) -> tuple[int, ...]:
         """Return the ranks whose stages use a leaf."""
+        return tuple(sorted({self._rank_of[stage] for stage in self._stages_with(path)}))
+
+    def _spread_inside(
+        self, stages: Sequence[Callable[..., Any]], group: Group, path: str, leaf: Any
+    ) -> Cut | Held | None:
+        """Return how the stages that use a leaf spread it over a model axis of theirs."""
+        inside = path if self._leaves is not None else path.partition(".")[2] or "."
+        found = []
+        for stage in self._stages_with(path):
+            rules = [x.rule for x in model_axes(stages[stage]) if x.group is group]
+            found.append(rules[0](inside, leaf) if rules else None)
+        if len(set(found)) > 1:
+            raise OptionError(
+                f"stages that use one leaf spread it over an axis in one way; got {found} for "
+                f"leaf {path!r}; give it one style in all of them",
+                leaf=path,
+            )
+        return found[0]
+
+    def _stages_with(self, path: str) -> list[int]:
+        """Return the stages that use a leaf."""
         count = len(self._rank_of)
         if self._leaves is None:
             name = path.split(".", maxsplit=1)[0]
@@ -204,10 +236,7 @@ class Pipeline(ParallelLoss):
                 ),
                 leaf=path,
             )
-        return tuple(sorted({self._rank_of[stage] for stage in stages}))
-
-    def _held(self, path: str) -> Held:
-        return Held(self._ranks_with(path))
+        return stages
 
 
 @takes(
@@ -234,7 +263,8 @@ def pipeline(
         stages: functions ``(params, x) -> x``. The first one gets the micro-batch as ``x``, and the
             last one returns the loss, as a loss of :func:`zfun.zero` does. A function of three
             arguments, ``(params, x, batch)``, gets the micro-batch too. What a stage returns is a
-            tensor, or tuples, lists and dicts of tensors.
+            tensor, or tuples, lists and dicts of tensors. A stage may be a loss of
+            :func:`zfun.tensor_parallel`, over another axis of the mesh.
         axis: the ranks of the pipeline, such as ``mesh["pp"]``; they get the same batches. Stage s
             lies on rank ``s % axis.size``, unless the schedule says otherwise.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"zero_bubble"``, or the actions of each rank, as

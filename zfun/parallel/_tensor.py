@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from zfun.parallel._tensor_leaf import Region, StyledLeaf
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle, glob_of, styles_of
 from zfun.placement import Cut
 from zfun.transforms.call._lazy import check_graph
-from zfun.typing import Loss
 
 _use_count = Tensor._use_count  # pyrefly: ignore[missing-attribute]
 _SEQUENCE = TensorStyle("sequence_parallel")
@@ -31,7 +30,7 @@ _SEQUENCE = TensorStyle("sequence_parallel")
     sequence_dim=integer(0) | None,
 )
 def tensor_parallel(
-    loss: Loss, axis: Group, plan: StylePlan, *, sequence_dim: int | None = None
+    loss: Callable[..., Any], axis: Group, plan: StylePlan, *, sequence_dim: int | None = None
 ) -> ParallelLoss:
     """Cut matrices over the ranks of an axis, which compute one loss together.
 
@@ -130,16 +129,20 @@ class _StyledLoss:
     """A loss whose leaves get their styles in each call."""
 
     def __init__(
-        self, loss: Loss, axis: Group, styles: dict[str, TensorStyle], sequence_dim: int | None
+        self,
+        loss: Callable[..., Any],
+        axis: Group,
+        styles: dict[str, TensorStyle],
+        sequence_dim: int | None,
     ) -> None:
-        self.loss = loss
+        self.loss = self.__wrapped__ = loss
         self.axis = axis
         self.styles = styles
         self.sequence_dim = sequence_dim
         self._known: dict[tree.Spec, list[tuple[str, TensorStyle | None]]] = {}
 
     @ops.uncompiled
-    def __call__(self, params: tree.Tree, batch: Any) -> Any:
+    def __call__(self, params: tree.Tree, *batch: Any) -> Any:
         if isinstance(params, Flat):
             raise PlacementError(
                 "tensor_parallel() takes a loss of whole leaves; got sharded parameters; put "
@@ -156,7 +159,7 @@ class _StyledLoss:
                 if id(leaf) not in made:
                     made[id(leaf)] = StyledLeaf.over(leaf, path, style, region)
                 leaves[place] = made[id(leaf)]
-        out = self.loss(tree.unflatten(spec, leaves), batch)
+        out = self.loss(tree.unflatten(spec, leaves), *batch)
         region.forget()
         # A graph holds a styled leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
@@ -171,7 +174,9 @@ class _StyledLoss:
         globs = [glob_of(path, self.styles) for path in paths]
         default = None if self.sequence_dim is None else _SEQUENCE
         unused = [glob for glob in self.styles if glob not in globs]
-        if unused and not model_axes(self.loss):
+        # The tree of a stage of a pipeline has holes for the leaves of others.
+        is_part = None in tree.leaves(params, is_leaf=lambda x: x is None)
+        if unused and not is_part and not model_axes(self.loss):
             raise OptionError(
                 f"each style of a plan has a leaf; got {unused[0]!r}: "
                 f"{self.styles[unused[0]].name!r}, which matches none of {', '.join(paths[:4])}"
