@@ -624,7 +624,7 @@ case(
 )
 case("parallel.model_axes", lambda g: {"loss": loss}, same)
 case(
-    "parallel.pipeline",
+    "pipeline",
     lambda g: {
         "stages": [lambda params, x: x @ params["w"], lambda params, x: (x * params["b"]).sum()],
         "axis": g,

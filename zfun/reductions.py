@@ -26,8 +26,7 @@ from zfun.collectives import (
 )
 from zfun.errors import LeafError, OptionError, PlacementError, SpecMismatch
 from zfun.flat import FLAT, Flat, leaf_spans, own_piece, ravel, unravel
-from zfun.layout import LabelFn, Layout, labels_of, layout_of, split_by_label
-from zfun.layout._slots import aligned
+from zfun.layout import LabelFn, Layout, aligned, labels_of, layout_of, split_by_label
 from zfun.options import (
     ANY,
     BOOL,

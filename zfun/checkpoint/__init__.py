@@ -9,6 +9,8 @@ from zfun.checkpoint._directory import SavedStep, latest, read_manifest, step_pa
 from zfun.checkpoint._fill import read_leaf
 from zfun.checkpoint._load import Loaded, load
 from zfun.checkpoint._save import save
+from zfun.checkpoint._together import agree as agree
+from zfun.checkpoint._together import attempt as attempt
 from zfun.checkpoint.format._manifest import FileEntry, LeafEntry, Manifest, Piece, format_manifest
 from zfun.checkpoint.format._parse import parse_manifest
 from zfun.checkpoint.format._payload import Payload, Want

@@ -14,8 +14,7 @@ from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, Work
 from zfun.parallel._pipeline_messages import Arrival, Channel, form_of, grad_leaves
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
-from zfun.transforms import Pullback, add_grads
-from zfun.transforms._batches import open_batch
+from zfun.transforms import Pullback, add_grads, open_batch
 from zfun.transforms.grads._accumulate import times
 from zfun.transforms.grads._pullback import View
 from zfun.transforms.grads._value import NO_AUX, parse

@@ -13,6 +13,7 @@ a profile        ``_notes``, and the parameters and hooks that take notes, ``_wa
 """
 
 from zfun.transforms._batches import MicroBatches, map_batch, split_batch
+from zfun.transforms._batches import open_batch as open_batch
 from zfun.transforms._cast import CastLoss, cast
 from zfun.transforms._notes import EventKind, Noted, Notes, watching
 from zfun.transforms._offload import (

@@ -27,7 +27,7 @@ from torch import nn
 
 import zfun.recipes as recipes
 from zfun import checkpoint, optim
-from zfun.checkpoint._together import agree, attempt
+from zfun.checkpoint import agree, attempt
 from zfun.collectives import Group, agreement_group, process_group
 from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.interop.engine._calls import Calls
