@@ -27,7 +27,7 @@ from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._pipeline_messages import Channel
-from zfun.parallel._pipeline_run import Results, StageFunction, StartVjp, Step
+from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of
 from zfun.parallel.schedules import (
     ACTIONS,
@@ -120,7 +120,7 @@ class Pipeline(ParallelLoss):
             self._tied[slots] = TiedLeaves(self._axis, self._ranks_with, slots)
         sums = sum_group(group)
         batches = split_batch(batch, self.num_micro_batches)
-        results = Step(
+        results = PipelineStep(
             self._stages,
             len(self._rank_of),
             self._channels,

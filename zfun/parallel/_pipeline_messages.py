@@ -43,7 +43,7 @@ class LeafForm(NamedTuple):
         return f"{self.path} {self.shape} {self.dtype}"
 
 
-class Form(NamedTuple):
+class MessageForm(NamedTuple):
     """The containers of a message, as JSON, and its leaves."""
 
     containers: str
@@ -53,7 +53,9 @@ class Form(NamedTuple):
         return f"({', '.join(map(str, self.leaves))})"
 
 
-def form_of(value: Any, has_grad: Callable[[str], bool], what: str) -> tuple[Form, list[Tensor]]:
+def form_of(
+    value: Any, has_grad: Callable[[str], bool], what: str
+) -> tuple[MessageForm, list[Tensor]]:
     """Return the form of a tree and its leaves.
 
     Args:
@@ -89,10 +91,10 @@ def form_of(value: Any, has_grad: Callable[[str], bool], what: str) -> tuple[For
         )
 
     containers = json.dumps(opened(value, ""))
-    return Form(containers, tuple(forms)), leaves
+    return MessageForm(containers, tuple(forms)), leaves
 
 
-def rebuilt(form: Form, leaves: list[Any]) -> Any:
+def rebuilt(form: MessageForm, leaves: list[Any]) -> Any:
     """Return the tree of a form.
 
     Example:
@@ -133,7 +135,7 @@ class Channel:
         self._root = root
         self._name = name
         self._device = device
-        self._forms: dict[Hashable, Form] = {}
+        self._forms: dict[Hashable, MessageForm] = {}
 
     def send(
         self, value: Any, part: str, key: Hashable, has_grad: Callable[[str], bool]
@@ -183,7 +185,7 @@ class Channel:
             ).wait()
             containers, leaves = json.loads(bytes(text.tolist()))
             found = (LeafForm(x, tuple(shape), *rest) for x, shape, *rest in leaves)
-            form = self._forms[key] = Form(containers, tuple(found))
+            form = self._forms[key] = MessageForm(containers, tuple(found))
         works = [
             self._start(
                 torch.empty(

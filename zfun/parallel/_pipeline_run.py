@@ -119,7 +119,7 @@ class Results:
     auxes: dict[int, Any] = field(default_factory=dict)
 
 
-class Step:
+class PipelineStep:
     """The actions of a rank.
 
     Args:

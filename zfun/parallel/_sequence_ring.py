@@ -11,7 +11,7 @@ home. So each rank sends ``size - 1`` messages forward, and twice as many backwa
 Forward-mode derivatives, transforms of torch.func and second derivatives gather all keys and values
 instead, by collectives that torch can differentiate.
 
-After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023);
+After Liu et al., "KeyRing Attention with Blockwise Transformers for Near-Infinite Context" (2023);
 zigzag order is that of Llama 3 (2024), and the online softmax of Milakov and Gimelshein (2018).
 """
 
@@ -82,7 +82,7 @@ def ring_attention(
         [True, True]
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    ring = Ring(axis, causal, scale, causal and zigzag)
+    ring = KeyRing(axis, causal, scale, causal and zigzag)
     ring.check(q, k, v)
     if _needs_derivatives(q, k, v):
         return _gathered(q, k, v, ring)
@@ -104,7 +104,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ring:
+class KeyRing:
     """The ranks and options of one call.
 
     Attributes:
@@ -190,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
     """``q, k, v -> attention, logarithm of the sum of exponentials``."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return _forward(q, k, v, ring)
 
     @staticmethod
@@ -215,7 +215,7 @@ class _RingAttention(torch.autograd.Function):
         return (*(next(found) if x.requires_grad else None for x in (q, k, v)), None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> tuple[Tensor, Tensor]:
     wide = ops.wide(q.dtype)
     grouped = _grouped(q, k.shape[1])
     shape = grouped.shape[:-1]
@@ -236,7 +236,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, ring: Ring
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, ring: KeyRing
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide, kv_heads = ops.wide(q.dtype), k.shape[1]
     grouped, grads = _grouped(q, kv_heads), _grouped(grad, kv_heads)
@@ -269,7 +269,7 @@ def _backward(
     return of_q.flatten(1, 2).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
     """Attend with all keys and values in memory, by operations that torch can differentiate."""
     keys, values = (
         all_gather(x, ring.axis, 2, name=_NAME, part=part) for x, part in ((k, "k"), (v, "v"))

@@ -236,7 +236,7 @@ def test_bytes_are_those_of_the_formula(size: int) -> None:
 
 def test_a_balanced_ring_gives_every_rank_the_same_work() -> None:
     def scores(group: zf.Group, zigzag: bool) -> int:
-        ring = _sequence_ring.Ring(group, causal=True, scale=1.0, zigzag=zigzag)
+        ring = _sequence_ring.KeyRing(group, causal=True, scale=1.0, zigzag=zigzag)
         tiles = [tile for source in range(group.size) for tile in ring.tiles(source, 64, 64)]
         return sum(
             (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
