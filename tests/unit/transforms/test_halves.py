@@ -95,3 +95,25 @@ def test_a_pullback_without_views_runs_at_once() -> None:
     assert isinstance(pullback, Pullback)
     (found,), rest = pullback.inputs_first(torch.ones_like(out), [x])
     assert_same_bits((found, rest()), whole(fn, params, x.detach()))
+
+
+def test_an_input_that_is_an_output_has_its_cotangent() -> None:
+    fn = lambda params, x: {"x": forward(params, x, 1), "skip": x}
+    params, x = blocks(1), torch.randn(6, 8)
+    found, grads, _ = halves(fn, params, x)
+    assert_same_bits((found, grads), whole(fn, params, x))
+    found, grads, _ = halves(lambda params, x: {"y": x, "z": params["w0"] * 2}, params, x)
+    assert_same_bits(found, torch.ones_like(x))
+    assert_same_bits(grads["w0"], torch.full((8, 8), 2.0))
+
+
+def test_hooks_of_activations_change_gradients_once() -> None:
+    def fn(params: Any, x: Tensor) -> Any:
+        for i in range(2):
+            x = torch.tanh(x @ params[f"w{i}"]) * params[f"scale{i}"] + params[f"b{i}"]
+            x.register_hook(lambda grad: 3 * grad)
+        return x
+
+    params, x = blocks(2), torch.randn(6, 8)
+    found, grads, _ = halves(fn, params, x)
+    assert_same_bits((found, grads), whole(fn, params, x))

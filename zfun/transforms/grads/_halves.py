@@ -10,6 +10,9 @@ every gradient is computed once, as in one pass.
 The second half asks for the gradients of some parameters only, so each has a node of its own: the
 caller gives views of the parameters, which the function has used. A parameter that is used in
 several places is the exception to "once": the stem between these places runs twice.
+
+A hook of an activation changes its gradient once, but is called in both halves, so its side effects
+happen twice.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def backward_of_inputs(
@@ -42,11 +45,15 @@ def backward_of_inputs(
         The gradients of the inputs, and the second half: a function that returns the gradients of
         the views.
     """
-    live = [(x, seed) for x, seed in zip(roots, seeds, strict=True) if seed is not None]
-    # The node of a leaf is that behind a view of it.
-    ends = {x.view_as(x).grad_fn.next_functions[0][0] for x in inputs}  # type: ignore[union-attr]
+    # An output may be an input itself, so roots are edges, which leaves have too.
+    live = [
+        (get_gradient_edge(x), seed)
+        for x, seed in zip(roots, seeds, strict=True)
+        if seed is not None
+    ]
+    ends = {get_gradient_edge(x).node for x in inputs}
     owners = {view.grad_fn: place for place, view in enumerate(views)}
-    parents = _parents(root.grad_fn for root, _ in live)
+    parents = _parents(root.node for root, _ in live)
     stem = _above(ends, parents)
     kept: dict[Any, tuple[Tensor | None, ...]] = {}
 
@@ -61,7 +68,7 @@ def backward_of_inputs(
     hooks = [node.register_prehook(keeping(node)) for node in set().union(*above.values())]
     try:
         found: list[Tensor | None] = [None] * len(inputs)
-        on_stem = [(root, seed) for root, seed in live if root.grad_fn in stem]
+        on_stem = [(root, seed) for root, seed in live if root.node in stem]
         if on_stem:
             found = list(
                 torch.autograd.grad(
@@ -75,7 +82,7 @@ def backward_of_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    beside = [(root, seed) for root, seed in live if root.grad_fn not in stem]
+    beside = [(root, seed) for root, seed in live if root.node not in stem]
 
     return found, functools.partial(_second_half, views, above, kept, beside)
 
@@ -84,7 +91,7 @@ def _second_half(
     views: Sequence[Tensor],
     above: dict[int, set[Any]],
     kept: dict[Any, tuple[Tensor | None, ...]],
-    beside: Sequence[tuple[Tensor, Tensor]],
+    beside: Sequence[tuple[GradientEdge, Tensor]],
 ) -> list[Tensor | None]:
     """Run the second half of a backward pass.
 
@@ -117,8 +124,9 @@ def _second_half(
             if grad is not None
         ]
         # Below the first of several nodes the stem runs again, to the others, which have received
-        # everything already.
-        hooks = [node.register_prehook(_giving(kept[node])) for node in nodes[1:]]
+        # everything already. What a node has received went through the hooks of its tensors, which
+        # run again here, so their results are replaced too.
+        hooks = [node.register_prehook(_giving(kept[node])) for node in nodes]
         if pairs:
             add([edge for edge, _ in pairs], [grad for _, grad in pairs], places)
         for hook in hooks:
