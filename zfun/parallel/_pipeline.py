@@ -21,14 +21,24 @@ from typing import Any, NoReturn
 
 import torch
 
-from zfun.collectives import AllReduce, Collective, Group, LeafRecord, Stream, check_same, sum_group
+from zfun.collectives import (
+    AllReduce,
+    Collective,
+    Group,
+    LeafRecord,
+    Stream,
+    check_same,
+    gather_json,
+    sum_group,
+)
 from zfun.errors import LeafError, OptionError
 from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._local import Spread
 from zfun.parallel._pipeline_messages import Channel
 from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp
-from zfun.parallel._pipeline_tied import TiedLeaves, group_of
+from zfun.parallel._pipeline_tied import TiedLeaves, group_of, tied
 from zfun.parallel.schedules import (
     ACTIONS,
     BY_NAME,
@@ -88,7 +98,8 @@ class Pipeline(ParallelLoss):
         # Made in the first step, because all ranks take part.
         self._channels: dict[tuple[int, str], Channel] = {}
         self._loss: Channel | None = None
-        self._tied: dict[tuple[LeafSlot, ...], TiedLeaves] = {}
+        # Of the ranks that hold a tied leaf.
+        self._groups: dict[tuple[int, ...], Group] = {}
 
     def gradients(
         self,
@@ -96,6 +107,7 @@ class Pipeline(ParallelLoss):
         batch: Any,
         group: Group,
         slots: tuple[LeafSlot, ...],
+        spreads: Mapping[str, Spread] | None,
         device: torch.device,
         loss_scale: float,
     ) -> tuple[Any, Any, Any]:
@@ -106,6 +118,7 @@ class Pipeline(ParallelLoss):
             batch: of these data ranks.
             group: the data ranks.
             slots: the leaves of this rank.
+            spreads: how all leaves of the logical tree are spread, by path, if it is known.
             device: of the parameters.
             loss_scale: the factor of the loss in backward.
 
@@ -116,8 +129,7 @@ class Pipeline(ParallelLoss):
         if self._loss is None:
             self._agree()
             self._connect(device)
-        if slots not in self._tied:
-            self._tied[slots] = TiedLeaves(self._axis, self._ranks_with, slots)
+        tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
         batches = split_batch(batch, self.num_micro_batches)
         results = PipelineStep(
@@ -137,7 +149,7 @@ class Pipeline(ParallelLoss):
             grads = scale_grads(grads, 1.0 / count)
         auxes = [results.auxes[k] for k in sorted(results.auxes)]
         aux = auxes[0] if len(auxes) == count == 1 else auxes or None
-        return loss, self._tied[slots].sum(grads), aux
+        return loss, tied_leaves.sum(grads), aux
 
     def _shared_loss(self, results: Results, sums: Group) -> Any:
         """Average the losses over micro-batches and data ranks, and send the mean to all stages."""
@@ -191,6 +203,20 @@ class Pipeline(ParallelLoss):
                 (stage, "RECV_B"): back,
             }
         self._loss = Channel(axis, rank_of[-1], "loss", device)
+
+    def _tied_leaves(
+        self, slots: Sequence[LeafSlot], spreads: Mapping[str, Spread] | None
+    ) -> TiedLeaves:
+        """Return the tied leaves of this rank, and make groups that all ranks know to be needed."""
+        known = [slot.spread for slot in slots] if spreads is None else [*spreads.values()]
+        wanted = {kind.ranks for kind in map(tied, known) if kind is not None}
+        if spreads is None:
+            # A state that another loop has made: each rank knows its own leaves only.
+            sides = gather_json(sorted(wanted), self._axis, "tied leaves")
+            wanted = {tuple(ranks) for side in sides for ranks in side}
+        for ranks in sorted(wanted - self._groups.keys()):
+            self._groups[ranks] = group_of(self._axis, [ranks])
+        return TiedLeaves(slots, self._groups)
 
     def _ranks_with(self, path: str) -> tuple[int, ...]:
         """Return the ranks whose stages use a leaf."""

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from zfun import stores
-from zfun.collectives import AllReduce, Collective, Group, Stream, gather_json
+from zfun.collectives import AllReduce, Collective, Group, Stream
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
-from zfun.placement import R, S
+from zfun.placement import Cut, Held, R, S
 from zfun.transforms import redistribute
 
 
 class TiedLeaves:
-    """The leaves of this rank that other ranks of an axis hold too. All ranks of the axis make one.
+    """The leaves of this rank that other ranks of an axis hold too.
 
     Args:
-        axis: the ranks of the pipeline.
-        holders: the ranks that hold a leaf, by path.
-        slots: the leaves of this rank.
+        slots: the leaves of this rank; the first axis of their spreads is that of the pipeline.
+        groups: the group of the ranks that hold a leaf, by these ranks.
     """
 
-    def __init__(
-        self,
-        axis: Group,
-        holders: Callable[[str], tuple[int, ...]],
-        slots: Sequence[LeafSlot],
-    ) -> None:
-        ranks_of = {slot.path: holders(slot.path) for slot in slots}
-        mine = {path: ranks for path, ranks in ranks_of.items() if len(ranks) > 1}
-        known = gather_json(sorted({*mine.values()}), axis, "tied leaves")
-        everywhere = sorted({tuple(ranks) for ranks_here in known for ranks in ranks_here})
-        groups = {ranks: group_of(axis, [ranks]) for ranks in everywhere}
-        # By path, because the ranks have their leaves in orders of their own.
-        self._tied = [(slot, groups[mine[slot.path]]) for slot in _by_path(slots, mine)]
+    def __init__(self, slots: Sequence[LeafSlot], groups: Mapping[tuple[int, ...], Group]) -> None:
+        # Ranks have their leaves in orders of their own, and tied leaves may have other paths.
+        found = [
+            (kind.tied_to or slot.path, slot, groups[kind.ranks])
+            for slot in slots
+            if (kind := tied(slot.spread)) is not None
+        ]
+        self._tied = sorted(found, key=lambda x: x[0])
 
     def sum(self, grads: Flat) -> Flat:
         """Return gradients in which tied leaves have the sum over the ranks that hold them.
@@ -44,15 +40,20 @@ class TiedLeaves:
         if not self._tied:
             return grads
         buffers = list(grads.buffers)
-        for slot, group in self._tied:
+        missed = dict(grads.missed)
+        for name, slot, group in self._tied:
             part = stores.resident(grads.with_buffers(buffers).select([slot.bucket]))
             (buffer,) = part.buffers
             whole = buffer
             if part.placement is S:
                 (whole,) = redistribute(part, R, part.group, name="tied grads").buffers
-            terms = whole[slot.offset : slot.offset + slot.numel].contiguous()
-            call = Collective(AllReduce(), "tied grads", slot.path, Stream.CONTROL)
-            total = group.start(call, terms).wait()
+            terms = whole[slot.offset : slot.offset + slot.numel]
+            is_used = terms.new_tensor([0.0 if slot.path in missed else 1.0])
+            call = Collective(AllReduce(), "tied grads", name, Stream.CONTROL)
+            total = group.start(call, torch.cat([terms, is_used])).wait()
+            # A leaf that one of its stages uses is used.
+            if slot.path in missed and float(total[-1]) > 0:
+                del missed[slot.path]
             begin, end = part.span(0)
             first = min(max(slot.offset, begin), end)
             last = max(first, min(slot.offset + slot.numel, end))
@@ -60,14 +61,13 @@ class TiedLeaves:
             held = buffers[slot.bucket]
             if isinstance(held, stores.Stored):
                 buffers[slot.bucket] = held.store.put(buffer, "grads")
-        paths = {slot.path for slot, _ in self._tied}
-        # A leaf that one of its stages uses is used.
-        missed = {path: steps for path, steps in grads.missed.items() if path not in paths}
         return grads.with_buffers(buffers).with_missed(missed)
 
 
-def _by_path(slots: Sequence[LeafSlot], paths: dict[str, tuple[int, ...]]) -> list[LeafSlot]:
-    return sorted((slot for slot in slots if slot.path in paths), key=lambda slot: slot.path)
+def tied(spread: Sequence[Cut | Held | None]) -> Held | None:
+    """Return which ranks of the pipeline hold a leaf, if these are several."""
+    kind = spread[0] if spread else None
+    return kind if isinstance(kind, Held) and len(kind.ranks) > 1 else None
 
 
 def group_of(axis: Group, parts: Sequence[Sequence[int]]) -> Group:

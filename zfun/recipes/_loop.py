@@ -156,9 +156,15 @@ class Loop:
             out, pullback, left = self.vjp(fn, state, given, left)
             return out, pullback
 
-        layout = state.params.layout
+        layout, local = state.params.layout, self.local
         loss, grads, aux = pipeline.gradients(
-            start, batch, self.recipe.group, layout.leaves, layout.device, scale_of(state)
+            start,
+            batch,
+            self.recipe.group,
+            layout.leaves,
+            None if local is None else local.spreads,
+            layout.device,
+            scale_of(state),
         )
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
         return updated(self.recipe, state, grads, loss, left, aux, spends=True)

@@ -208,6 +208,87 @@ def test_a_leaf_of_two_stages_has_the_sum_of_their_gradients(stage: int, pp: int
         torch.testing.assert_close(rank, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("leaves", [None, [["0.*"], ["1.*"], ["2.*"]]])
+def test_one_tensor_under_the_paths_of_two_stages_has_the_sum(stage: int, leaves: Any) -> None:
+    fns = [
+        lambda params, batch: torch.tanh(batch["x"] @ params["embed"]),
+        lambda params, x: torch.tanh(x @ params["w"]),
+        lambda params, x, batch: ((x @ params["head"].T - batch["y"]) ** 2).mean(),
+    ]
+    if leaves is not None:
+        fns = [
+            lambda params, batch: torch.tanh(batch["x"] @ params[0]["embed"]),
+            lambda params, x: torch.tanh(x @ params[1]["w"]),
+            lambda params, x, batch: ((x @ params[2]["head"].T - batch["y"]) ** 2).mean(),
+        ]
+
+    def tree() -> Any:
+        one, two = (x["w"] for x in pipelines.params(2))
+        return [{"embed": one}, {"w": two}, {"head": one}]
+
+    def whole(params: Any, batch: Any) -> Any:
+        own = params if leaves is None else [params] * 3
+        return fns[2](own[2], fns[1](own[1], fns[0](own[0], batch)), batch)
+
+    def main(group: zf.Group, *, is_piped: bool) -> Any:
+        mesh = zf.mesh(group, pp=3 if is_piped else 1, dp=-1)
+        loss: Any = whole
+        if is_piped:
+            loss = pipeline(fns, mesh["pp"], num_micro_batches=3, leaves=leaves)
+        options: dict[str, Any] = {} if is_piped else {"num_micro_batches": 3}
+        z = zf.zero(stage, loss, optim.sgd(0.5), mesh["dp"], **options)
+        state = z.init(tree())
+        for step in range(NUM_STEPS):
+            state, _ = z.step(state, pipelines.batch(mesh.coordinates["dp"], step))
+        return z.params(state)
+
+    want = zf.simulate(2, lambda group: main(group, is_piped=False))[0]
+    for rank in zf.simulate(6, lambda group: main(group, is_piped=True)):
+        torch.testing.assert_close(rank, want, rtol=0, atol=1e-12)
+
+
+def test_states_with_other_leaves_need_no_collective_of_their_own() -> None:
+    """Only rank 0 gets other leaves in the second state, where the middle leaf is frozen."""
+    fns = [tied_first, tied_middle, tied_last]
+
+    def main(group: zf.Group) -> None:
+        loss = pipeline(fns, group, num_micro_batches=3, leaves=TIED)
+        alone = zf.collectives.single_group()
+        for frozen in ("", "own"):
+            z = zf.zero(
+                1, loss, optim.sgd(0.1), alone, trainable=lambda path, leaf, no=frozen: path != no
+            )
+            z.step(z.init(tied_params()), pipelines.batch(0, 0))
+
+    zf.simulate(3, main)
+
+
+def test_a_tied_leaf_that_no_stage_uses_is_not_used() -> None:
+    fns = [
+        lambda params, batch: batch["x"] * params["own"],
+        lambda params, x: (x * params["scale"]).mean(),
+    ]
+
+    def main(group: zf.Group, use: bool) -> Any:
+        first = fns[0]
+        if use:
+            first = lambda params, batch: batch["x"] * params["own"] @ params["shared"]
+        leaves = [["own", "shared"], ["scale", "shared"]]
+        loss = pipeline([first, fns[1]], group, num_micro_batches=2, leaves=leaves)
+        alone = zf.collectives.single_group()
+        z = zf.zero(1, loss, optim.adamw(0.1, weight_decay=0.5), alone, unused="skip")
+        params = {"own": torch.ones(4), "scale": torch.ones(4), "shared": torch.ones(4, 4)}
+        batch = {"x": torch.ones(4, 4)}
+        state, _ = z.step(z.init(params), batch)
+        return z.params(state)["shared"], dict(state.missed.counts)
+
+    for use in (True, False):
+        for found, missed in zf.simulate(2, lambda group, use=use: main(group, use)):
+            assert torch.equal(found, torch.ones(4, 4)) is not use
+            assert missed == ({} if use else {"shared": 1})
+
+
 def test_loss_is_equal_everywhere_and_the_last_stage_has_the_second_result() -> None:
     fns = pipelines.stages(2, pipelines.last_weighted)
 
