@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from zfun import ops
 from zfun.collectives import (
     AllReduce,
     Collective,
@@ -50,7 +51,7 @@ from zfun.parallel.schedules import (
     write_csv,
 )
 from zfun.placement import Cut, Held
-from zfun.transforms import WeightedMean, scale_grads, split_batch
+from zfun.transforms import WeightedMean, open_batch, scale_grads, split_batch
 from zfun.transforms.grads._accumulate import times
 from zfun.transforms.grads._value import reciprocal
 
@@ -89,7 +90,11 @@ class Pipeline(ParallelLoss):
         self._rank_of = ranks_of_stages(schedule)
         self._stages = {
             stage: StageFunction(
-                fn, _picker(stage, leaves), _takes_batch(stage, fn), stage == len(stages) - 1
+                fn,
+                _picker(stage, leaves),
+                _takes_batch(stage, fn),
+                is_first=stage == 0,
+                is_last=stage == len(stages) - 1,
             )
             for stage, fn in enumerate(stages)
             if self._rank_of[stage] == axis.rank
@@ -126,12 +131,12 @@ class Pipeline(ParallelLoss):
             The loss over all ranks and micro-batches, the gradients of this rank's leaves, and the
             second results of the loss (``None`` on ranks without the last stage).
         """
+        batches = split_batch(batch, self.num_micro_batches)
         if self._loss is None:
-            self._agree()
+            self._agree(batches)
             self._connect(device)
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
-        batches = split_batch(batch, self.num_micro_batches)
         results = PipelineStep(
             self._stages,
             len(self._rank_of),
@@ -173,8 +178,8 @@ class Pipeline(ParallelLoss):
         total, weight = value["total"], value["weight"]
         return total if weight is None else WeightedMean(total, weight)
 
-    def _agree(self) -> None:
-        """Refuse ranks that have other schedules before they wait for each other."""
+    def _agree(self, batches: Sequence[Any]) -> None:
+        """Refuse ranks with other schedules or batches before they wait for each other."""
         text = write_csv(self.schedule)
         plan = {
             "schedule": f"one of {len(self._rank_of)} stages and {self.num_micro_batches} "
@@ -183,6 +188,14 @@ class Pipeline(ParallelLoss):
         }
         records = [LeafRecord.of_option(name, value) for name, value in plan.items()]
         check_same(records, self._axis, "plan of a pipeline", kind="option")
+        # In the first step only, which is where a sampler by global ranks shows.
+        records = [
+            LeafRecord(f"{path} of micro-batch {k}", "a tensor", str(ops.fingerprint(leaf)))
+            for k, parts in enumerate(map(open_batch, batches))
+            for path, leaf in zip(parts.paths, parts.leaves, strict=True)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta
+        ]
+        check_same(records, self._axis, "batch along the axis of a pipeline", kind="tensor")
 
     def _connect(self, device: torch.device) -> None:
         """Make the channels of this rank, over groups of two ranks."""
@@ -288,7 +301,8 @@ def pipeline(
     Args:
         stages: functions ``(params, x) -> x``. The first one gets the micro-batch as ``x``, and the
             last one returns the loss, as a loss of :func:`zfun.zero` does. A function of three
-            arguments, ``(params, x, batch)``, gets the micro-batch too. What a stage returns is a
+            arguments, ``(params, x, batch)``, gets the micro-batch too; a third argument with a
+            default must have the name ``batch`` for that. What a stage returns is a
             tensor, or tuples, lists and dicts of tensors. A stage may be a loss of
             :func:`zfun.tensor_parallel`, over another axis of the mesh.
         axis: the ranks of the pipeline, such as ``mesh["pp"]``; they get the same batches. Stage s
@@ -388,7 +402,7 @@ def _takes_batch(stage: int, fn: Callable[..., Any]) -> bool:
             "a stage is a function (params, x), or (params, x, batch); got one of "
             f"{len(needed)} arguments for stage {stage}; bind the others with functools.partial()"
         )
-    return len(needed) == 3
+    return len(needed) == 3 or (len(taken) == 3 and taken[2].name == "batch")
 
 
 def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:

@@ -31,7 +31,7 @@ class Handed:
     """The input of a stage, which transforms of the batch, such as a cast, leave as it is.
 
     Args:
-        value: the input; ``None`` of the first stage.
+        value: the input; unused by the first stage.
         is_split: whether backward comes in two halves, for which the stage gets views.
 
     Attributes:
@@ -61,17 +61,19 @@ class StageFunction:
         fn: the stage.
         pick: the parameters of the stage, from those of the rank.
         takes_batch: whether the stage gets the micro-batch too.
+        is_first: whether the stage gets the micro-batch as its input.
         is_last: whether the stage returns the loss.
     """
 
     fn: Callable[..., Any]
     pick: Callable[[Any], Any]
     takes_batch: bool
+    is_first: bool
     is_last: bool
 
     def __call__(self, params: Any, given: tuple[Handed, Any]) -> Any:
         handed, batch = given
-        x = batch if handed.value is None else handed.value
+        x = batch if self.is_first else handed.value
         own = self.pick(params)
         own = tree.map(handed.viewed, own) if handed.is_split else own
         out = self.fn(own, x, *([batch] if self.takes_batch else []))
@@ -227,6 +229,8 @@ class PipelineStep:
         if stage == self._last:
             self._take_loss(k, out, call)
         elif stage + 1 in self._stages:
+            # The rule for activations holds on one rank too.
+            form_of(out, lambda path: False, "activations")
             wanted = set(pullback.paths)
             self._arriving[stage + 1, "F", k] = lambda: _handed_over(out, wanted)
 
@@ -294,7 +298,8 @@ def _key(batch: Any) -> Hashable:
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, Tensor)
-        else (path, leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf))
+        # A number that changes would bring a form in every step.
+        else (path, leaf if isinstance(leaf, (bool, str)) else type(leaf))
         for path, leaf in zip(parts.paths, parts.leaves, strict=True)
     )
 

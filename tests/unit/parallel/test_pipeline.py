@@ -211,7 +211,7 @@ def test_a_leaf_of_two_stages_has_the_sum_of_their_gradients(stage: int, pp: int
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("leaves", [None, [["0.*"], ["1.*"], ["2.*"]]])
 def test_one_tensor_under_the_paths_of_two_stages_has_the_sum(stage: int, leaves: Any) -> None:
-    fns = [
+    fns: list[Any] = [
         lambda params, batch: torch.tanh(batch["x"] @ params["embed"]),
         lambda params, x: torch.tanh(x @ params["w"]),
         lambda params, x, batch: ((x @ params["head"].T - batch["y"]) ** 2).mean(),
@@ -545,3 +545,53 @@ def test_activations_are_trees_of_tensors() -> None:
     fns = [lambda params, batch: {"x": batch["x"] * params["b"], "n": 3}, pipelines.last]
     with pytest.raises(LeafError, match=r"activations are tensors, or .*leaf 'n' is int"):
         zf.simulate(2, lambda group: one_step(group, fns))
+
+
+def test_activations_on_one_rank_are_trees_of_tensors_too() -> None:
+    fns = [lambda params, batch: {"x": batch["x"] * params["b"], "n": 3}, pipelines.last]
+    with pytest.raises(LeafError, match=r"activations are tensors, or .*leaf 'n' is int"):
+        zf.simulate(1, lambda group: one_step(group, fns))
+
+
+def test_a_stage_that_returns_nothing_hands_nothing_on() -> None:
+    seen: list[Any] = []
+
+    def end(params: Any, x: Any, batch: Any = None) -> Any:
+        seen.append(x)
+        return (batch["x"] * params["b"]).mean()
+
+    for pp in (1, 2):
+        zf.simulate(pp, lambda group: one_step(group, [lambda params, batch: None, end]))
+    assert seen == [None] * 4
+
+
+def test_batches_that_differ_along_the_axis_are_refused_by_name() -> None:
+    def main(group: zf.Group) -> Any:
+        loss = pipeline(pipelines.stages(2), group, num_micro_batches=2)
+        z = zf.zero(1, loss, optim.sgd(0.1), zf.collectives.single_group())
+        batch = pipelines.batch(0, 0)
+        if group.rank:
+            batch["y"] = batch["y"] + torch.arange(12)[:, None].ge(6)
+        return z.step(z.init(pipelines.params(2)), batch)
+
+    with pytest.raises(SpecMismatch, match=r"batch along the axis .*y of micro-batch 1"):
+        zf.simulate(2, main)
+
+
+def test_a_number_that_changes_brings_no_form() -> None:
+    def main(group: zf.Group) -> Any:
+        axis = zf.record(group)
+        loss = pipeline(pipelines.stages(2), axis, num_micro_batches=2)
+        z = zf.zero(1, loss, optim.sgd(0.1), zf.collectives.single_group())
+        state = z.init(pipelines.params(2))
+        forms = []
+        for step in range(3):
+            axis.clear()
+            batch = pipelines.batch(0, step) | {"step": step, "progress": step / 3}
+            state, _ = z.step(state, batch)
+            forms.append(sum("form" in str(x.part) for x in axis.log))
+        return forms
+
+    for first, *later in zf.simulate(2, main):
+        assert first > 0
+        assert later == [0, 0]
