@@ -33,7 +33,8 @@ from zfun.collectives import (
     sum_group,
 )
 from zfun.errors import LeafError, OptionError
-from zfun.layout import LeafSlot
+from zfun.flat import Flat
+from zfun.layout import Layout, LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._local import Spread
@@ -111,10 +112,10 @@ class Pipeline(ParallelLoss):
         start: StartVjp,
         batch: Any,
         group: Group,
-        slots: tuple[LeafSlot, ...],
+        layout: Layout,
         spreads: Mapping[str, Spread] | None,
-        device: torch.device,
         loss_scale: float,
+        deliver: Callable[[Flat], Flat],
     ) -> tuple[Any, Any, Any]:
         """Run the schedule; every rank must call, with a batch that is equal along the axis.
 
@@ -122,10 +123,10 @@ class Pipeline(ParallelLoss):
             start: runs the first half of a stage on this rank's parameters.
             batch: of these data ranks.
             group: the data ranks.
-            slots: the leaves of this rank.
+            layout: of the leaves of this rank.
             spreads: how all leaves of the logical tree are spread, by path, if it is known.
-            device: of the parameters.
             loss_scale: the factor of the loss in backward.
+            deliver: sums gradients over the data ranks.
 
         Returns:
             The loss over all ranks and micro-batches, the gradients of this rank's leaves, and the
@@ -134,8 +135,8 @@ class Pipeline(ParallelLoss):
         batches = split_batch(batch, self.num_micro_batches)
         if self._loss is None:
             self._agree(batches)
-            self._connect(device)
-        tied_leaves = self._tied_leaves(slots, spreads)
+            self._connect(layout.device)
+        tied_leaves = self._tied_leaves(layout.leaves, spreads)
         sums = sum_group(group)
         results = PipelineStep(
             self._stages,
@@ -154,7 +155,11 @@ class Pipeline(ParallelLoss):
             grads = scale_grads(grads, 1.0 / count)
         auxes = [results.auxes[k] for k in sorted(results.auxes)]
         aux = auxes[0] if len(auxes) == count == 1 else auxes or None
-        return loss, tied_leaves.sum(grads), aux
+        if tied_leaves.count:
+            # The data ranks first: their sum may round by the place in a bucket, and copies of a
+            # leaf lie in different places.
+            grads = tied_leaves.sum(deliver(grads))
+        return loss, grads, aux
 
     def _shared_loss(self, results: Results, sums: Group) -> Any:
         """Average the losses over micro-batches and data ranks, and send the mean to all stages."""

@@ -20,6 +20,9 @@ class TiedLeaves:
     Args:
         slots: the leaves of this rank; the first axis of their spreads is that of the pipeline.
         groups: the group of the ranks that hold a leaf, by these ranks.
+
+    Attributes:
+        count: of these leaves.
     """
 
     def __init__(self, slots: Sequence[LeafSlot], groups: Mapping[tuple[int, ...], Group]) -> None:
@@ -30,6 +33,7 @@ class TiedLeaves:
             if (kind := tied(slot.spread)) is not None
         ]
         self._tied = sorted(found, key=lambda x: x[0])
+        self.count = len(found)
 
     def sum(self, grads: Flat) -> Flat:
         """Return gradients in which tied leaves have the sum over the ranks that hold them.
@@ -37,8 +41,6 @@ class TiedLeaves:
         Args:
             grads: of this rank's leaves; the buffers change.
         """
-        if not self._tied:
-            return grads
         buffers = list(grads.buffers)
         missed = dict(grads.missed)
         for name, slot, group in self._tied:

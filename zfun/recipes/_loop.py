@@ -15,6 +15,7 @@ from zfun.collectives import global_ranks
 from zfun.errors import OptionError, ZfunError
 from zfun.flat import Flat
 from zfun.parallel import LocalTree, Pipeline, model_axes
+from zfun.placement import R
 from zfun.recipes._checks import (
     check_is_flat,
     check_is_state,
@@ -42,6 +43,7 @@ from zfun.transforms import (
     vjp,
 )
 from zfun.transforms.buffers import place_buffers, running
+from zfun.transforms.optimizer._placing import deliver
 from zfun.transforms.optimizer.in_backward import UpdateHook, begin
 from zfun.typing import Gradient
 
@@ -156,15 +158,20 @@ class Loop:
             out, pullback, left = self.vjp(fn, state, given, left)
             return out, pullback
 
-        layout, local = state.params.layout, self.local
+        recipe, local = self.recipe, self.local
+        group, rule = recipe.group, recipe.rule
+
+        def delivered(grads: Flat) -> Flat:
+            return deliver(grads, rule.placement or R, group, donate=True)
+
         loss, grads, aux = pipeline.gradients(
             start,
             batch,
-            self.recipe.group,
-            layout.leaves,
+            group,
+            state.params.layout,
             None if local is None else local.spreads,
-            layout.device,
             scale_of(state),
+            delivered,
         )
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
         return updated(self.recipe, state, grads, loss, left, aux, spends=True)
