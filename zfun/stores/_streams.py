@@ -160,12 +160,14 @@ class Ring:
     """
 
     def __init__(self, num_slots: int = _NUM_SLOTS, slot_bytes: int = _SLOT_BYTES) -> None:
-        self._copies = Copies()
+        self._copies = QueuedCopies()
         self._slot_bytes = slot_bytes
         self._num_unmade = num_slots
         self._free: list[Tensor] = []
         # Copy, full part of a buffer, target and buffer.
-        self._full: collections.deque[tuple[Copy, Tensor, Tensor, Tensor]] = collections.deque()
+        self._full: collections.deque[tuple[QueuedCopy, Tensor, Tensor, Tensor]] = (
+            collections.deque()
+        )
         self._num_started = self._num_emptied = 0
 
     def start(self, x: Tensor) -> Callable[[], Tensor] | None:
