@@ -70,7 +70,7 @@ def test_the_host_waits_for_a_copy_before_it_reads(
 ) -> None:
     handle = zf.stores.host().put(torch.arange(3.0), "state")
     # From here on the CPU is the host, whose reads copy nothing.
-    monkeypatch.setattr(Copies, "queue", lambda self, device, kind: None)
+    monkeypatch.setattr(QueuedCopies, "queue", lambda self, device, kind: None)
     pending = handle.get(CPU)
     assert events.log == ["start"]
     assert pending.wait().tolist() == [0.0, 1.0, 2.0]
