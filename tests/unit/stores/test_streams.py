@@ -22,7 +22,7 @@ import zfun as zf
 from tests import models
 from tests.property.collectives.strict import StrictQueue
 from zfun.stores import _streams
-from zfun.stores._streams import MAX_UNDER_WAY, QueuedCopy, Ring, hosted
+from zfun.stores._streams import MAX_UNDER_WAY, QueuedCopies, QueuedCopy, Ring, hosted
 from zfun.testing import assert_same_bits
 
 CPU = torch.device("cpu")
