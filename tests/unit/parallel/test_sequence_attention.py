@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +41,7 @@ class Case(NamedTuple):
 
     def tensors(self, count: int = 4) -> list[Tensor]:
         """q, k, v, and a gradient of the result."""
-        generator = torch.Generator().manual_seed(hash(self) % 2**31)
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
         shapes = [
             (self.heads, self.head_dim),
             (self.kv_heads, self.head_dim),

@@ -281,7 +281,9 @@ def test_the_cross_entropy_is_torch_s(
     def main(group: Group) -> Any:
         def loss(x: Tensor) -> Tensor:
             mine = enter(x, group, -1)
-            out = vocab_cross_entropy(mine, labels, group, ignore_index=-7, reduction=reduction)
+            out = vocab_cross_entropy(
+                mine, labels, group, vocab_size=vocabulary, ignore_index=-7, reduction=reduction
+            )
             return (out**2).sum()
 
         return torch.func.grad_and_value(loss)(logits)
@@ -298,7 +300,7 @@ def test_no_message_of_the_cross_entropy_holds_logits() -> None:
     def main(group: Group) -> list[tuple[str, int]]:
         log = zf.record(group)
         leaf = piece(logits, group, -1).clone().requires_grad_()
-        vocab_cross_entropy(leaf, labels, log).backward()
+        vocab_cross_entropy(leaf, labels, log, vocab_size=8).backward()
         return [(entry.kind, entry.numel) for entry in log.log]
 
     assert zf.simulate(2, main)[0] == [("all_gather", 5), ("all_reduce", 10)]
@@ -308,7 +310,51 @@ def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
     for wrong in (-1, 8):
         label = torch.tensor([wrong])
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            zf.simulate(2, lambda g, label=label: vocab_cross_entropy(torch.ones(1, 4), label, g))
+            zf.simulate(
+                2,
+                lambda g, label=label: vocab_cross_entropy(
+                    torch.ones(1, 4), label, g, vocab_size=8
+                ),
+            )
+
+
+def test_the_cross_entropy_refuses_logits_that_a_head_has_joined() -> None:
+    tied = {"table": draw(8, WIDTH)}
+
+    def loss(params: Any, ids: Tensor, axis: Group) -> Tensor:
+        logits = F.linear(F.embedding(ids, params["table"]), params["table"])
+        return vocab_cross_entropy(logits, ids, axis, vocab_size=8)
+
+    def main(group: Group) -> Any:
+        cut = zf.tensor_parallel(loss, group, {"table": "embedding_rowwise"})
+        return cut({"table": piece(tied["table"], group, 0)}, torch.arange(8), group)
+
+    with pytest.raises(OptionError, match="1/2 of the vocabulary; got 8 columns of 8"):
+        zf.simulate(2, main)
+
+
+def test_tied_leaves_may_have_a_style_each() -> None:
+    """One table is looked up, and is a head whose logits stay cut."""
+    table, ids = draw(8, WIDTH), torch.arange(8)
+
+    def logits(params: Any) -> Tensor:
+        return F.linear(F.embedding(ids, params["table"]), params["head"])
+
+    def main(group: Group) -> Any:
+        def loss(params: Any) -> Tensor:
+            return vocab_cross_entropy(logits(params), ids, group, vocab_size=8)
+
+        cut = zf.tensor_parallel(loss, group, {"table": "embedding_rowwise", "head": "colwise"})
+        mine = piece(table, group, 0).clone().requires_grad_()
+        value = cut({"table": mine, "head": mine})
+        return value.detach(), torch.autograd.grad(value, mine)[0]
+
+    whole = table.clone().requires_grad_()
+    expected = F.cross_entropy(logits({"table": whole, "head": whole}), ids)
+    (slope,) = torch.autograd.grad(expected, whole)
+    found = zf.simulate(2, main)
+    close(torch.cat([part for _, part in found]), slope)
+    close(found[0][0], expected.detach())
 
 
 # Wrong programs. Each is refused before anything is sent.
