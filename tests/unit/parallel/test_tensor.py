@@ -357,6 +357,45 @@ def test_tied_leaves_may_have_a_style_each() -> None:
     close(found[0][0], expected.detach())
 
 
+def test_a_write_without_gradients_is_seen() -> None:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        before = F.linear(x, params["w"])
+        x.mul_(2)
+        return F.linear(x, params["w"]) - 2 * before
+
+    def main(group: Group) -> Tensor:
+        cut = zf.tensor_parallel(loss, group, {"w": "colwise"}, sequence_dim=0)
+        with torch.no_grad():
+            return cut({"w": torch.ones(1, WIDTH)}, torch.ones(1, WIDTH))
+
+    assert torch.equal(torch.stack(zf.simulate(2, main)), torch.zeros(2, 2, 1))
+
+
+def test_the_result_of_a_norm_is_not_cut_into_features() -> None:
+    """Each rank would send the gradient of the whole result, and the join would add them."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        x = F.rms_norm(enter(x, params["axis"], 0), (WIDTH,), params["norm"])
+        if "mid" in params:
+            x = F.linear(x, params["mid"])
+        return F.linear(x, params["w"]).sum()
+
+    def main(group: Group, has_mid: bool) -> Any:
+        params: dict[str, Any] = {"norm": torch.ones(WIDTH), "w": torch.ones(2, WIDTH // 2)}
+        plan = {"w": "rowwise_split_input"}
+        if has_mid:
+            params["mid"] = torch.ones(WIDTH // 2, WIDTH)
+            plan["mid"] = "colwise_gather_output"
+        whole = lambda p, x: loss(p | {"axis": group}, x)
+        cut = zf.tensor_parallel(whole, group, plan, sequence_dim=0)
+        return float(cut(params, torch.ones(2, WIDTH)))
+
+    with pytest.raises(PlacementError, match=r"result of a norm goes into .* leaf 'w' of style"):
+        zf.simulate(2, main, False)
+    # Each rank has one of two tokens, whose features are 4, and 2 results of 4 * 4.
+    assert zf.simulate(2, main, True) == pytest.approx([32.0, 32.0])
+
+
 # Wrong programs. Each is refused before anything is sent.
 PARAMS = {"a.weight": draw(4, WIDTH), "a.bias": draw(4), "b.weight": draw(WIDTH, 4)}
 PLAN = {"a": "colwise", "b": "rowwise"}
@@ -388,6 +427,20 @@ WRONG_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str
         lambda p, x: (F.linear(x, p["a.weight"]) + p["a.bias"]).sum(),
         PLAN,
         "leaf 'a.bias' met add",
+    ),
+    "a bias of other parts": (
+        right,
+        {
+            "a.weight": "packed_colwise",
+            "a.bias": TensorStyle("packed_colwise", parts=(4,)),
+            "b": "rowwise",
+        },
+        "a bias has the style of its",
+    ),
+    "a bias whose gradient would be added": (
+        lambda p, x: F.linear(F.linear(x, p["a.weight"]), p["b.weight"], p["a.bias"]).sum(),
+        {"a.weight": "colwise", "a.bias": "replicated_with_grad_allreduce", "b": "rowwise"},
+        "a bias has the style of its",
     ),
     "another bias": (right, {"a.weight": "colwise", "b": "rowwise"}, "a bias has the style of its"),
     "a whole input": (

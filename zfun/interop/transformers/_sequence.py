@@ -61,9 +61,9 @@ def sequence_parallel(
         and ``position_ids`` of this rank's tokens, and returns their logits.
 
     Raises:
-        OptionError: the ranks do not divide the heads, or ``zigzag`` with ``"ulysses"``; tokens that
-            meet outside of attention, or rotary frequencies that follow the length; or, from the
-            model: an attention mask, labels, a cache with tokens, positions of other tokens, or
+        OptionError: the ranks do not divide the heads, or ``zigzag`` with ``"ulysses"``; tokens
+            that meet outside of attention, or rotary frequencies that follow the length; or, from
+            the model: an attention mask, labels, a cache with tokens, positions of other tokens, or
             attention of another form, such as a sliding window.
 
     Example:
