@@ -196,9 +196,9 @@ def test_autocast_gives_the_bits_of_its_dtype() -> None:
 
     def main(group: zf.Group, is_auto: bool) -> Any:
         mine = [sequence_piece(x, group, 2).clone().requires_grad_() for x in tensors]
-        inputs = mine if is_auto else [x.bfloat16() for x in mine]
+        q, k, v = mine if is_auto else [x.bfloat16() for x in mine]
         with torch.autocast("cpu", torch.bfloat16, enabled=is_auto):
-            out = ring_attention(*inputs, group, causal=True)
+            out = ring_attention(q, k, v, group, causal=True)
             out.backward(sequence_piece(grad, group, 2).to(torch.bfloat16))
         return out.detach(), [x.grad for x in mine]
 
