@@ -58,6 +58,8 @@ nitpick_ignore = [
         "zfun.interop.ds_config.table._keys.Form",
         "Verdict",
         "zfun.placement.LeafPlace",
+        "zfun.checkpoint.format._order.StoredCut",
+        "transformers.modeling_utils.PreTrainedModel",
         "zfun.planner.plans._flops.Touched",
         "zfun.planner.plans._bounds.Bound",
         "StepWork",

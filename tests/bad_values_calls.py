@@ -410,7 +410,12 @@ case(
 )
 case(
     "parallel.vocab_cross_entropy",
-    lambda g: {"logits": WEIGHTS, "labels": torch.tensor([0, 3]), "axis": g},
+    lambda g: {
+        "logits": WEIGHTS,
+        "labels": torch.tensor([0, 3]),
+        "axis": g,
+        "vocab_size": 2 * WEIGHTS.shape[-1],
+    },
     same,
     2,
     ignore_index=("zero", "negative"),

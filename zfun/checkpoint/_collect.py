@@ -103,7 +103,9 @@ def collect(
     own_values: dict[str, Any] = {}
     for index, part in enumerate(contents.parts):
         if is_plain(part.value):
-            held = own_values if part.path in differing else values
+            # Ranks of a model axis know the missed steps of their own leaves.
+            is_joined = is_spread and part.check is not None
+            held = own_values if part.path in differing and not is_joined else values
             held[part.path] = encode(part.value, f"the state at {part.path!r}")
             continue
         found = slots_of(part)
@@ -134,7 +136,8 @@ def collect(
             "masters": contents.masters,
             "optional": [part.path for part in contents.parts if part.is_optional],
             "values": values,
-            "data": contents.data,
+            "joined": [part.path for part in contents.parts if part.check is not None],
+            "data": contents.data if group.rank == 0 else None,
             "composition": {"ranks": group.size, **contents.composition},
         }
     return sorted((x for x in sources if x.outputs), key=lambda x: -x.dtype.itemsize), report
@@ -145,7 +148,16 @@ def _described(slot: PartSlot) -> list[Any]:
 
 
 def _is_own(part: Part, bucket: int, differing: set[str]) -> bool:
-    return part.value.placement is P or f"{part.path}#{bucket}" in differing
+    return part.value.placement is P or _name_of(part, bucket) in differing
+
+
+def _name_of(part: Part, bucket: int) -> str:
+    """Name a bucket among the records; ranks with other parts of its leaves have other names."""
+    layout, axes = part.value.layout, model_groups(part.value.group)
+    spreads = (layout.leaves[leaf].spread for leaf in layout.buckets[bucket].leaves)
+    is_part = any(kind is not None for spread in spreads for kind in spread)
+    place = "".join(f"@{axis.rank}" for axis in axes) if is_part else ""
+    return f"{part.path}#{bucket}{place}"
 
 
 def _sources_of(
@@ -156,7 +168,8 @@ def _sources_of(
         is_own = _is_own(part, bucket, differing)
         whole = (0, flat.layout.buckets[bucket].padded_numel)
         within = whole if is_own else owned_range(flat, bucket)
-        spans = (x for x in spans_of(part, slots, bucket, within) if not x.slot.is_shared)
+        found = spans_of(part, slots, bucket, within)
+        spans = (x for x in found if is_own or not x.slot.is_shared)
         outputs = tuple(span._replace(by_rank=is_own) for span in spans)
         yield bucket, WriteSource(buffer, buffer.dtype, outputs)
 
@@ -215,7 +228,7 @@ def records_of(
             records[f"{part.path}@"] = repr((value.placement, zlib.crc32(paths)))
             if value.placement is R and by_rank(part.path):
                 for bucket, buffer in enumerate(value.buffers):
-                    records[f"{part.path}#{bucket}"] = str(_print_of(buffer))
+                    records[_name_of(part, bucket)] = str(_print_of(buffer))
     return records
 
 

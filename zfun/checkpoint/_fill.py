@@ -283,7 +283,8 @@ class _Filler:
 
 def _in_order(leaf: Tensor, cuts: Sequence[StoredCut]) -> Tensor:
     """Return the elements of a leaf in the stored order of some cuts."""
-    return to_stored(torch.view_as_real(leaf) if leaf.is_complex() else leaf, cuts)
+    real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    return to_stored(real, cuts) if cuts else real.reshape(-1)
 
 
 def _wants(entry: LeafEntry, first: int, target: Tensor) -> Iterator[Want]:

@@ -4,7 +4,8 @@
 ``like`` says what is wanted: keys, shapes, dtypes, and the ranges that this rank holds. All of that
 is compared with the manifest before anything is read. Then each bucket is filled from the
 ranges of the files that overlap the bucket. A replicated bucket is read in parts, one by each rank,
-and gathered, so a checkpoint is read once and not once for each rank.
+and gathered, so a checkpoint is read once and not once for each rank. A leaf in another stored
+order is read whole by each rank that holds a part of it; see [Note: stored order].
 
 The buffers of ``like`` are filled in place, so that no second state is in memory. A failure after
 that leaves ``like`` dead, and not half loaded.

@@ -263,6 +263,10 @@ class _Matcher:
         self.problems.append((key, f"{key} {text}"))
 
     def finish(self, elsewhere: Set[str]) -> None:
+        masters = self.manifest.masters
+        elsewhere = elsewhere | {
+            masters[key] for key in map(self._resolved, elsewhere) if key in masters
+        }
         known = {**self.entries, **self.manifest.values}
         for own in self.manifest.rank_values[:1]:
             known |= own

@@ -20,6 +20,7 @@ In the background the ranks cannot use their group, which the steps use. There t
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -257,8 +258,18 @@ def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> Manifes
     # Along a model axis ranks hold other leaves, and otherwise rank 0 tells what all ranks share.
     told = [report["shared"] for report in reversed(reports) if "shared" in report]
     shared = told[-1]
+    joined: dict[str, str] = {}
+    for key in shared["joined"]:
+        counts: dict[str, int] = {}
+        for each in told:
+            for path, count in json.loads(each["values"].get(key, "{}")).items():
+                counts[path] = max(count, counts.get(path, 0))
+        if len(told) > 1:
+            joined[key] = json.dumps(counts)
     for name in ("ties", "masters", "values"):
         shared[name] = {key: x for each in told for key, x in each[name].items()}
+    shared["values"] |= joined
+    del shared["joined"]
     shared["optional"] = [*dict.fromkeys(key for each in told for key in each["optional"])]
     described = {leaf[0]: leaf for each in told for leaf in each.pop("leaves")}
     leaves = [entry(leaf) for leaf in described.values()]

@@ -15,6 +15,7 @@ local tree, and for each model axis the rule by which the local tree comes from 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -87,4 +88,15 @@ def beside_model_axes(group: Group, loss: Any) -> Group:
                 f"{sorted(one & other)}; pass mesh['dp'] to zf.zero() and mesh['tp'] to the "
                 "transform of the loss"
             )
-    return DataAxes(group, [axis.group for axis in axes]) if axes else group
+    if not axes:
+        return group
+    # The same for the same axes, because values of one run are recognised by their group.
+    key = (id(group), *(id(axis.group) for axis in axes))
+    made = _MADE.get(key)
+    if made is None:
+        made = _MADE[key] = DataAxes(group, [axis.group for axis in axes])
+    return made
+
+
+# An entry lives as long as a run over these axes, which keeps them alive.
+_MADE: weakref.WeakValueDictionary[tuple[int, ...], DataAxes] = weakref.WeakValueDictionary()

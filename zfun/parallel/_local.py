@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.collectives import Group, LeafRecord, broadcast, check_same, gather_json, gather_values
-from zfun.errors import OptionError
+from zfun.errors import OptionError, ZfunError
 from zfun.layout import Layout
 from zfun.parallel._cuts import ModelAxis
 from zfun.placement import Cut, Held
@@ -32,6 +32,7 @@ class LocalTree:
     Attributes:
         params: the tree of this rank, with holes (``None``) for the leaves of other ranks.
         spreads: how each leaf of the logical tree is spread, by path.
+        device: of the leaves.
 
     Raises:
         LeafError: an axis cannot divide a leaf.
@@ -59,7 +60,7 @@ class LocalTree:
         self._first = {
             path: firsts.setdefault(key, path) for path, key in zip(self.paths, keys, strict=True)
         }
-        self._device = leaves[0].device if leaves else torch.device("cpu")
+        self.device = leaves[0].device if leaves else torch.device("cpu")
 
     def _is_held(self, spread: Spread) -> bool:
         pairs = zip(self._axes, spread, strict=True)
@@ -95,12 +96,20 @@ class LocalTree:
                 leaf = x.piece(leaf, axis.group.rank, axis.group.size)
         return leaf
 
-    def check(self) -> None:
+    def check(self, first: Callable[[], None]) -> None:
         """Compare the values of the logical leaves along each model axis.
+
+        Args:
+            first: compares the ranks of the data axes; an error of one of these ends all ranks.
 
         Raises:
             SpecMismatch: ranks of an axis have cut their leaves from different values.
         """
+        error: Exception | None = None
+        try:
+            first()
+        except Exception as found:  # noqa: BLE001, the user's code makes leaves
+            error = found
         for index, axis in enumerate(self._axes):
             if axis.group.size > 1:
                 records = [
@@ -108,7 +117,16 @@ class LocalTree:
                     for path, spread in self.spreads.items()
                     if not isinstance(spread[index], Held) and self._is_held(spread)
                 ]
-                check_same(records, axis.group, "logical parameters")
+                told = "" if error is None else f"not made ({type(error).__name__}: {error})"
+                try:
+                    check_same(
+                        [LeafRecord("(values)", told), *records], axis.group, "logical parameters"
+                    )
+                except ZfunError as found:
+                    # Ranks along the other axes still wait for this one.
+                    error = error or found
+        if error is not None:
+            raise error
 
     def placed(self, layout: Layout) -> Layout:
         """Return a layout of this rank's leaves whose slots say how these are spread."""
@@ -168,7 +186,7 @@ class LocalTree:
             if holder is None:
                 continue  # not selected
             shape, dtype = sides[holder][path]
-            mine = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            mine = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             mine = mine if leaf is None else leaf.contiguous()
             found[path] = broadcast(mine, group, holder, name="params", part=path)
         return found

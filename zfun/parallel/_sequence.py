@@ -179,7 +179,7 @@ def token_mean(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORED) -
             f"got {shown(logits)}, and labels: {shown(labels)}; pass the shift_labels of the batch"
         )
     total = F.cross_entropy(
-        logits.flatten(0, -2).to(ops.wide(logits.dtype)),
+        logits.reshape(-1, logits.shape[-1]).to(ops.wide(logits.dtype)),
         labels.flatten(),
         ignore_index=ignore_index,
         reduction="sum",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,12 +82,14 @@ def ring_attention(
         >>> zf.simulate(2, main)
         [True, True]
     """
+    q, k, v = _autocasted(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     ring = KeyRing(axis, causal, scale, causal and zigzag)
     ring.check(q, k, v)
-    if _needs_derivatives(q, k, v):
-        return _gathered(q, k, v, ring)
-    return _RingAttention.apply(q, k, v, ring)[0]  # type: ignore[no-any-return]
+    with _without_autocast(q):
+        if _needs_derivatives(q, k, v):
+            return _gathered(q, k, v, ring)
+        return _RingAttention.apply(q, k, v, ring)[0]  # type: ignore[no-any-return]
 
 
 class Tile(NamedTuple):
@@ -206,12 +209,13 @@ class _RingAttention(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         q, k, v, out, log_sum = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return (*_backward(grad, q, k, v, out, log_sum, ctx.ring), None)
-        # A second derivative.
-        wanted: list[Tensor] = [x for x in (q, k, v) if x.requires_grad]
-        again = _gathered(q, k, v, ctx.ring)
-        found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
+        with _without_autocast(q):
+            if not torch.is_grad_enabled():
+                return (*_backward(grad, q, k, v, out, log_sum, ctx.ring), None)
+            # A second derivative.
+            wanted: list[Tensor] = [x for x in (q, k, v) if x.requires_grad]
+            again = _gathered(q, k, v, ctx.ring)
+            found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
         return (*(next(found) if x.requires_grad else None for x in (q, k, v)), None)
 
 
@@ -282,6 +286,25 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
         scores = scores.masked_fill(columns > rows[:, None], -math.inf)
     weights = scores.softmax(-1, dtype=ops.wide(q.dtype)).to(q.dtype)
     return (weights @ values.unsqueeze(2)).flatten(1, 2)
+
+
+def _is_autocast(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as torch's attention does under ``torch.autocast``."""
+    if not _is_autocast(tensors[0]):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    casts = lambda x: x.is_floating_point() and x.dtype != torch.float64
+    return tuple(x.to(dtype) if casts(x) else x for x in tensors)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Keep the sums of the online softmax in the dtype that they have."""
+    return torch.autocast(x.device.type, enabled=False) if _is_autocast(x) else nullcontext()
 
 
 def _needs_derivatives(*tensors: Tensor) -> bool:

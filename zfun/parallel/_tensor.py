@@ -44,20 +44,26 @@ def tensor_parallel(
     A leaf knows its style, and ``F.linear`` and ``F.embedding`` on it communicate, so the loss
     needs no change, nor does a module under :func:`zfun.functional`:
 
-    ================================  ===========  ==============================================
-    style                             the leaf     the functions of the leaf
-    ================================  ===========  ==============================================
-    ``colwise``                       S            input ``R``, output ``S`` on the last dim
-    ``packed_colwise``                S, by parts  the same; gate and up, or q, k and v, in one
-    ``colwise_gather_output``         S            the same, and the output is joined: ``R``
-    ``rowwise``, ``packed_rowwise``   S            input ``S``, outputs ``P`` are added: ``R``;
-                                                   the bias is whole
-    ``embedding_rowwise``             S            a rank looks up the ids that it has, ``P -> R``
-    ``replicated_with_grad_allreduce``  R          any, on values that differ between ranks, such
-                                                   as a norm of each head; gradients are added
-    ``sequence_parallel``             R            a norm of this rank's tokens, whose results are
-                                                   joined, or an embedding; gradients are added
-    ================================  ===========  ==============================================
+    ====================================  ===========  =========================================
+    style                                 the leaf     the functions of the leaf
+    ====================================  ===========  =========================================
+    ``colwise``                           S            input ``R``, output ``S`` on the last dim
+    ``packed_colwise``                    S, by parts  the same; gate and up, or q, k and v, in
+                                                       one
+    ``colwise_gather_output``             S            the same, and the output is joined: ``R``
+    ``rowwise``, ``packed_rowwise``       S            input ``S``, outputs ``P`` are added:
+                                                       ``R``; the bias is whole
+    ``rowwise_split_input``               S            the same, and the input is cut here:
+                                                       ``R -> S``
+    ``embedding_rowwise``                 S            a rank looks up the ids that it has,
+                                                       ``P -> R``
+    ``replicated_with_grad_allreduce``    R            any, on values that differ between ranks,
+                                                       such as a norm of each head; gradients
+                                                       are added
+    ``sequence_parallel``                 R            a norm of this rank's tokens, whose
+                                                       results are joined, or an embedding;
+                                                       gradients are added
+    ====================================  ===========  =========================================
 
     Other leaves are whole, and used on whole values. Gradients of whole leaves are equal on all
     ranks of the axis.
@@ -153,12 +159,14 @@ class _StyledLoss:
         if styles is None:
             styles = self._known[spec] = self._matched(params, leaves)
         region = Region(self.axis, self.sequence_dim)
-        made: dict[int, StyledLeaf] = {}
+        # By style too, because tied leaves may have one each.
+        made: dict[tuple[int, TensorStyle], StyledLeaf] = {}
         for place, (leaf, (path, style)) in enumerate(zip(leaves, styles, strict=True)):
             if style is not None and isinstance(leaf, Tensor):
-                if id(leaf) not in made:
-                    made[id(leaf)] = StyledLeaf.over(leaf, path, style, region)
-                leaves[place] = made[id(leaf)]
+                key = id(leaf), style
+                if key not in made:
+                    made[key] = StyledLeaf.over(leaf, path, style, region)
+                leaves[place] = made[key]
         out = self.loss(tree.unflatten(spec, leaves), *batch)
         region.forget()
         # A graph holds a styled leaf only where an autograd.Function lost its gradient.

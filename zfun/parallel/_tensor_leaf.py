@@ -57,7 +57,7 @@ class Region:
             return x
         key, entered = getattr(self._last, "entered", (None, None))
         # Tensors of inference mode count no writes.
-        version = x._version if torch.is_grad_enabled() else None
+        version = torch.is_grad_enabled(), None if x.is_inference() else x._version
         if key is not None and key[0]() is x and key[1] == version:
             return cast("Tensor", entered)
         if dim is None:
@@ -72,7 +72,13 @@ class Region:
         assert self.sequence_dim is not None
         x = collectives.all_gather(x, self.axis, self.sequence_dim, name=_NAME)
         self._length = x.shape[self.sequence_dim]
+        self._last.joined = weakref.ref(x)
         return x
+
+    def is_joined(self, x: Tensor) -> bool:
+        """Whether a norm has joined this very activation, the last one of all."""
+        joined = getattr(self._last, "joined", None)
+        return joined is not None and joined() is x
 
     def leave(self, x: Tensor) -> Tensor:
         """Add the parts of all ranks."""
@@ -213,6 +219,14 @@ def _linear(
             out = collectives.leave(out, region.axis, -1, name=_NAME)
         return out
     if style == "rowwise_split_input":
+        if region.is_joined(x):
+            # Backward of the join adds what the ranks send, and here each would send the whole.
+            raise PlacementError(
+                "with sequence_dim the result of a norm goes into leaves of style 'colwise*', or "
+                f"into a tied head; it met leaf {weight.path!r} of style {style!r}; give the leaf "
+                "the style 'colwise_gather_output'",
+                leaf=weight.path,
+            )
         x = collectives.enter(x, region.axis, -1, name=_NAME)
     if x.shape[-1] != matrix.shape[-1]:
         raise PlacementError(
@@ -230,13 +244,13 @@ def _bias_of(weight: StyledLeaf, bias: Tensor | None) -> Tensor | None:
     if bias is None:
         return None
     if type(bias) is StyledLeaf:
-        if bias.style.name in SUMMED:
+        # Whether each rank adds the bias to tokens of its own.
+        is_cut = weight.region.sequence_dim is not None and weight.style.name not in OUTPUT_CUT
+        if bias.style.name in SUMMED and is_cut:
             return bias.value()
-        if bias.style.name == weight.style.name:
-            rows, region = bias.tensor(), weight.region
-            if region.sequence_dim is None or weight.style.name in OUTPUT_CUT:
-                return rows
-            return collectives.enter(rows, region.axis, name="grads")
+        if (bias.style.name, bias.style.parts) == (weight.style.name, weight.style.parts):
+            rows = bias.tensor()
+            return collectives.enter(rows, weight.region.axis, name="grads") if is_cut else rows
     elif weight.style.name not in OUTPUT_CUT:
         return bias
     raise PlacementError(

@@ -8,7 +8,7 @@ from torch import Tensor
 from zfun import collectives
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.options import Kind, one_of, takes
+from zfun.options import Kind, integer, one_of, takes
 from zfun.parallel._tensor_leaf import own_rows
 
 _NAME = "cross entropy"
@@ -19,12 +19,13 @@ _LOGITS = Kind(
 )
 
 
-@takes(logits=_LOGITS, reduction=one_of("mean", "sum", "none"))
+@takes(logits=_LOGITS, vocab_size=integer(1), reduction=one_of("mean", "sum", "none"))
 def vocab_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     axis: Group,
     *,
+    vocab_size: int,
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
@@ -42,6 +43,7 @@ def vocab_cross_entropy(
         logits: this rank's columns, ``[..., vocabulary / size]``; equal numbers on all ranks.
         labels: of the whole vocabulary, ``[...]``, equal on all ranks.
         axis: the ranks.
+        vocab_size: columns of the whole logits; refuses logits that a head has joined.
         ignore_index: the label of tokens that do not count.
         reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``.
 
@@ -49,7 +51,7 @@ def vocab_cross_entropy(
         The loss, equal on all ranks; in float32 where logits have fewer bits.
 
     Raises:
-        OptionError: labels and logits have other shapes than said.
+        OptionError: labels and logits have other shapes than said, or logits are whole.
         IndexError: a label is not in the vocabulary.
 
     Example:
@@ -57,7 +59,7 @@ def vocab_cross_entropy(
         >>> logits, label = torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.tensor([2])
         >>> def main(group):
         ...     mine = logits.chunk(group.size, -1)[group.rank]
-        ...     return vocab_cross_entropy(mine, label, group)
+        ...     return vocab_cross_entropy(mine, label, group, vocab_size=4)
         >>> zf.simulate(2, main), torch.nn.functional.cross_entropy(logits, label)
         ([tensor(1.3425), tensor(1.3425)], tensor(1.3425))
     """
@@ -65,6 +67,12 @@ def vocab_cross_entropy(
         raise OptionError(
             "labels have the shape of logits without the vocabulary; got logits of shape "
             f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}; reshape one of them"
+        )
+    if logits.shape[-1] * axis.size != vocab_size:
+        raise OptionError(
+            f"a rank has 1/{axis.size} of the vocabulary; got {logits.shape[-1]} columns of "
+            f"{vocab_size}; give the head the style 'colwise', because a tied head and "
+            "'colwise_gather_output' join the logits"
         )
     if logits.dtype.itemsize < 4:
         logits = logits.float()

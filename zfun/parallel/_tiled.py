@@ -36,7 +36,7 @@ def tiled(fn: Callable[..., Any], num_tiles: int, dim: int = 1) -> Callable[...,
 
     Raises:
         LeafError: from the returned function: tensors of other lengths, or a result that is neither
-            joined nor added.
+            joined nor added nor equal for all tiles.
 
     Example:
         >>> import zfun as zf
@@ -100,6 +100,12 @@ def _joined(results: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
 def _column(column: Sequence[Any], sizes: Sequence[int], dim: int, path: str) -> Any:
     first = column[0]
     if not isinstance(first, Tensor):
+        if not all(x == first for x in column[1:]):
+            raise LeafError(
+                "a result of a tiled function that is no tensor is equal for all tiles; got "
+                f"{first!r} and others for {path!r}; leave it out, or return a tensor",
+                leaf=path,
+            )
         return first
     fits = -first.dim() <= dim < first.dim() and [x.shape[dim] for x in column] == [*sizes]
     if not fits:

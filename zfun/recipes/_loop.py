@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zfun import ops, stores, tree
 from zfun.checkpoint import check_saves
-from zfun.collectives import global_ranks
-from zfun.errors import OptionError, ZfunError
+from zfun.collectives import global_ranks, model_groups
+from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat
 from zfun.parallel import LocalTree, Pipeline, model_axes
 from zfun.placement import R
@@ -110,7 +110,13 @@ class Loop:
             step=0,
             num_skipped=0,
             loss_scale=None if recipe.scaler is None else recipe.scaler.init(),
-            buffers=place_buffers(written, recipe.group, recipe.buffers, init),
+            buffers=place_buffers(
+                written,
+                recipe.group,
+                recipe.buffers,
+                init,
+                None if self.local is None else self.local.placed,
+            ),
         )
 
     def step(self, state: ZeroState, batch: Any) -> tuple[ZeroState, StepInfo]:
@@ -183,6 +189,11 @@ class Loop:
         check_is_state(state)
         parts = (state.params, state.frozen, state.buffers)
         local = self.local
+        if local is None and model_groups(state.params.group):
+            raise SpecMismatch(
+                "params() of a run over model axes knows the logical tree from init(); got a "
+                "zero() that has made no state; call init() of this zero() first"
+            )
         chosen = select if select is None or local is None else local.selects(select)
         found = tree.combine(*(unshard(part, chosen) for part in parts if part is not None))
         return found if local is None else local.logical(found)

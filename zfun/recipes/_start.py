@@ -47,17 +47,34 @@ def local_tree(
             "the ranks of a model axis keep parts of one logical tree, which each of them makes; "
             "got init='broadcast'; start all ranks from one seed or one file"
         )
+    for axis in axes:
+        words = [LeafRecord.of_option(*word) for word in recipe.in_words().items()]
+        check_same(words, axis.group, "options", kind="option")
+    if _clips_by_label(recipe.optimizer):
+        raise OptionError(
+            "ranks of a model axis may lack the leaves of a label, and then take no part in its "
+            "norm; got clip_by_global_norm() inside of by_label(); write chain("
+            "clip_by_global_norm(...), by_label(...))"
+        )
     whole = next((x for x in _parts(recipe.optimizer) if x.by_leaf), None)
     if whole is not None:
         raise OptionError(
             "a rule that looks at whole leaves sees the part of a leaf that a rank of a model axis "
             f"keeps; got {whole.name or 'such a rule'}; use an element-wise optimizer"
         )
-    for axis in axes:
-        words = [LeafRecord.of_option(*word) for word in recipe.in_words().items()]
-        check_same(words, axis.group, "options", kind="option")
     policy = recipe.precision
     return LocalTree(params, axes, policy.param if policy.master is None else None)
+
+
+def _clips_by_label(optimizer: Optimizer) -> bool:
+    return any(
+        _clips_by_label(part) or (optimizer.name == "by_label" and _clips(part))
+        for part in optimizer.parts
+    )
+
+
+def _clips(optimizer: Optimizer) -> bool:
+    return optimizer.name == "clip_by_global_norm" or any(map(_clips, optimizer.parts))
 
 
 def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -125,9 +142,10 @@ def first_values(
         for index, layout in enumerate(layouts)
     ]
     state = leaves.attempt("optimizer state", states.result)
-    leaves.check()
-    if local is not None:
-        local.check()
+    if local is None:
+        leaves.check()
+    else:
+        local.check(leaves.check)
     if is_shared:
         # Over ranks that share memory, each rank owns one part of the whole, and updates this part.
         built = [redistribute(flat, R, group, name="params", zero_copy=True) for flat in built]

@@ -10,7 +10,7 @@ from torch import Tensor
 from zfun.collectives import Work
 from zfun.options import BOOL, takes
 from zfun.stores._base import Counts, Stored
-from zfun.stores._streams import Copies, Copy
+from zfun.stores._streams import QueuedCopies, QueuedCopy
 
 
 class _HostTensor(Stored):
@@ -24,7 +24,7 @@ class _HostTensor(Stored):
     """
 
     def __init__(
-        self, store: HostStore, tensor: Tensor, name: str, copy: Copy | None = None
+        self, store: HostStore, tensor: Tensor, name: str, copy: QueuedCopy | None = None
     ) -> None:
         super().__init__(store, tensor, name)
         self.tensor, self.device = tensor, tensor.device
@@ -71,7 +71,7 @@ class HostStore(Counts):
     def __init__(self, *, pin: bool, log: bool = False) -> None:
         super().__init__(log=log)
         self.pin = pin
-        self.copies = Copies()
+        self.copies = QueuedCopies()
 
     @property
     def device(self) -> torch.device:

@@ -25,7 +25,7 @@ from zfun.stores._base import Counts, Stored, heard
 from zfun.stores._buffers import Buffers
 from zfun.stores._disk import Disk, Place, failure
 from zfun.stores._regions import Lease
-from zfun.stores._streams import Copies
+from zfun.stores._streams import QueuedCopies
 
 # The system transfers at most 2 GiB in one call.
 _MAX_CHUNK_BYTES = 1 << 30
@@ -137,7 +137,7 @@ class NvmeStore(Counts):
         # An update reads as many tensors ahead as are on the way back to the disk. Fresh memory for
         # some of these in every step would cost more than the transfers.
         self.buffers = Buffers(max_free=2 * self.buffer_count, pin=options["pin_memory"])
-        self._copies = Copies()
+        self._copies = QueuedCopies()
         self._max_in_cpu = options["max_in_cpu"]
         self._in_cpu = 0
         self._left_cpu: collections.deque[tuple[int, int]] = collections.deque()

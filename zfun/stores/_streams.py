@@ -68,7 +68,7 @@ def queue_of(device: torch.device) -> CopyQueue | None:
 
 
 @final
-class Copy:
+class QueuedCopy:
     """A copy under way, which holds its tensors until a wait."""
 
     __slots__ = ("_held", "_queue", "event")
@@ -95,13 +95,13 @@ class Copy:
 
 
 @final
-class Copies:
+class QueuedCopies:
     """The queues of a store, and the copies that are under way in them; threads may share it."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[torch.device, str], CopyQueue | None] = {}
         self._lock = threading.Lock()
-        self._under_way: dict[str, collections.deque[Copy]] = {
+        self._under_way: dict[str, collections.deque[QueuedCopy]] = {
             kind: collections.deque() for kind in ("put", "get")
         }
         settling = weakref.finalize(self, _settle, self._under_way)
@@ -113,22 +113,22 @@ class Copies:
             self._queues[device, kind] = queue_of(device)
         return self._queues[device, kind]
 
-    def put(self, queue: CopyQueue, out: Tensor, x: Tensor) -> Copy:
+    def put(self, queue: CopyQueue, out: Tensor, x: Tensor) -> QueuedCopy:
         """Start to copy a tensor of a device into host memory."""
         self.release()
         with self._lock:
             under_way = self._under_way["put"]
             if len(under_way) == MAX_UNDER_WAY:
                 under_way.popleft().wait()
-            under_way.append(Copy(queue, out, x))
+            under_way.append(QueuedCopy(queue, out, x))
             return under_way[-1]
 
-    def get(self, queue: CopyQueue, out: Tensor, x: Tensor, after: Any) -> Copy:
+    def get(self, queue: CopyQueue, out: Tensor, x: Tensor, after: Any) -> QueuedCopy:
         """Start to copy host memory to a device, after the event of a copy into this memory."""
         self.release()
         with self._lock:
             # Nobody may wait for the copy, so its target is held here too.
-            self._under_way["get"].append(Copy(queue, out, x, after))
+            self._under_way["get"].append(QueuedCopy(queue, out, x, after))
             return self._under_way["get"][-1]
 
     def release(self) -> None:
@@ -140,10 +140,10 @@ class Copies:
 
     def __reduce__(self) -> Any:
         # A copy of a store has queues of its own.
-        return Copies, ()
+        return QueuedCopies, ()
 
 
-def _settle(under_way: dict[str, collections.deque[Copy]]) -> None:
+def _settle(under_way: dict[str, collections.deque[QueuedCopy]]) -> None:
     """Let the queues that compute wait for what is under way."""
     for copies in under_way.values():
         while copies:
@@ -160,12 +160,14 @@ class Ring:
     """
 
     def __init__(self, num_slots: int = _NUM_SLOTS, slot_bytes: int = _SLOT_BYTES) -> None:
-        self._copies = Copies()
+        self._copies = QueuedCopies()
         self._slot_bytes = slot_bytes
         self._num_unmade = num_slots
         self._free: list[Tensor] = []
         # Copy, full part of a buffer, target and buffer.
-        self._full: collections.deque[tuple[Copy, Tensor, Tensor, Tensor]] = collections.deque()
+        self._full: collections.deque[tuple[QueuedCopy, Tensor, Tensor, Tensor]] = (
+            collections.deque()
+        )
         self._num_started = self._num_emptied = 0
 
     def start(self, x: Tensor) -> Callable[[], Tensor] | None:

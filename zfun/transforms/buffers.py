@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import Group
-from zfun.errors import SpecMismatch
+from zfun.errors import OptionError, SpecMismatch
 from zfun.flat import Flat
 from zfun.layout import Layout, split_by_label
 from zfun.placement import R
@@ -44,9 +44,16 @@ def views_by_leaf(buffers: Sequence[Tensor], layout: Layout) -> tree.Tree:
 
 
 def place_buffers(
-    buffers: tree.Tree, group: Group, rule: BufferRule | None, init: str
+    buffers: tree.Tree,
+    group: Group,
+    rule: BufferRule | None,
+    init: str,
+    placed: Callable[[Layout], Layout] | None = None,
 ) -> Flat | None:
-    """Lay buffers out, each bucket with one rule; ranks may differ in those kept by rank."""
+    """Lay buffers out, each bucket with one rule; ranks may differ in those kept by rank.
+
+    Over model axes ``placed`` says how the leaves are spread.
+    """
     if rule is None or not tree.leaves(buffers):
         return None
     label = checked_rule(rule)
@@ -55,10 +62,24 @@ def place_buffers(
     )
     check_agreement(shared, group, values=init == "check")
     layout = check_agreement(tree.combine(own, shared), group, values=False)
+    if placed is not None:
+        layout = placed(layout)
+        _check_own(layout, set(tree.paths(own)))
     leaves = Leaves(buffers, group, init, is_own=set(tree.paths(own)).__contains__)
     flat = build(leaves, split_by_label(layout, label), group, R)
     leaves.check()
     return flat
+
+
+def _check_own(layout: Layout, own: set[str]) -> None:
+    """Refuse values of each rank in leaves that other ranks of a model axis do not have whole."""
+    for slot in layout.leaves:
+        if slot.path in own and any(kind is not None for kind in slot.spread):
+            raise OptionError(
+                "a buffer with the rule 'by rank' is whole on every rank; got one that is spread "
+                f"over a model axis, {slot.path!r}; use 'mean' or 'rank 0', or keep it whole",
+                leaf=slot.path,
+            )
 
 
 class _CallBuffers:

@@ -43,7 +43,7 @@ def loss_over(axis: zf.Group) -> Any:
         x = F.embedding(ids[:, :-1], p["table"])
         for layer in p["layers"]:
             x = zf.remat(block)(layer, x)
-        return vocab_cross_entropy(F.linear(x, p["head"]), ids[:, 1:], axis)
+        return vocab_cross_entropy(F.linear(x, p["head"]), ids[:, 1:], axis, vocab_size=24)
 
     return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import zfun as zf
 from zfun import optim
 from zfun.errors import LeafError, OptionError, SpecMismatch
+from zfun.evaluation import evaluate
 from zfun.parallel import Cut, Held, ModelAxis, ParallelLoss
+from zfun.testing import assert_same_bits
 
 RULES: dict[str, Cut | Held] = {"up": Cut(0), "down": Cut(1), "first": Held((0,))}
 
@@ -167,6 +170,145 @@ def test_values_of_rank_0_are_no_logical_tree() -> None:
         z.init(params(), init="broadcast")
 
     refused("got init='broadcast'; start all ranks from one seed", OptionError, main)
+
+
+def test_a_norm_of_a_label_is_refused() -> None:
+    clipped = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))
+
+    def main(group: zf.Group) -> None:
+        rule = optim.by_label({"all": clipped}, lambda path, leaf: "all")
+        z, _ = zero_of(group, optimizer=rule)
+        z.init(params())
+
+    refused("clip_by_global_norm.. inside of by_label", OptionError, main)
+
+
+def test_params_of_another_run_needs_the_logical_tree() -> None:
+    def main(group: zf.Group) -> None:
+        mesh = zf.mesh(group, dp=1, tp=2)
+        loss = ParallelLoss(loss_fn, [ModelAxis(mesh["tp"], lambda path, leaf: RULES.get(path))])
+        first, second = (zf.zero(2, loss, optim.sgd(0.1), mesh["dp"]) for _ in range(2))
+        state = first.init(params())
+        state, _ = second.step(state, torch.tensor(1.0))
+        second.params(state)
+
+    refused("knows the logical tree from init", SpecMismatch, main)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_is_evaluated_over_the_data_axes(stage: int) -> None:
+    def main(group: zf.Group) -> float:
+        z, mesh = zero_of(group, stage=stage)
+        state = z.init(params())
+        return float(evaluate(loss_fn, mesh["dp"])(state, torch.tensor(0.0)))
+
+    squares = {name: float(x.square().sum()) for name, x in params().items()}
+    first, second = zf.simulate(2, main)
+    assert first + second == pytest.approx(sum(squares.values()) + squares["norm"], rel=1e-5)
+
+
+def test_steps_that_stages_have_missed_are_saved(tmp_path: Path) -> None:
+    """Each rank misses a leaf of its own; a run without model axes goes on from all of these."""
+    whole = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3), "d": torch.ones(3)}
+    rule = {"a": Held((0,)), "b": Held((0,)), "c": Held((1,)), "d": Held((1,))}
+
+    def used(held: Any, batch: torch.Tensor) -> torch.Tensor:
+        names = ["a", "c"] if float(batch) < 2.0 else ["a", "b", "c", "d"]
+        return loss_fn([held.get(name) for name in names], batch)
+
+    def steps(z: Any, count: int, path: Path | None) -> Any:
+        state = z.init(whole)
+        if path is not None:
+            state = zf.load(path, state).state
+        for step in range(state.step, state.step + count):
+            state, _ = z.step(state, torch.tensor(0.5 + step))
+        return state, z.params(state)
+
+    def over_axis(group: zf.Group, count: int, path: Path | None = None) -> Any:
+        z, _ = zero_of(group, rule=rule, loss=used)
+        state, found = steps(z, count, path)
+        if path is None:
+            zf.save(tmp_path, state)
+        return found
+
+    def plain(group: zf.Group, count: int, path: Path | None = None) -> Any:
+        return steps(zf.zero(2, used, optim.adamw(0.1), group), count, path)[1]
+
+    expected = zf.simulate(1, plain, 4)[0]
+    zf.simulate(2, over_axis, 2)
+    for found in (zf.simulate(1, plain, 2, tmp_path)[0], *zf.simulate(2, over_axis, 2, tmp_path)):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("rule", ["mean", "rank 0", "by rank"])
+def test_buffers_are_saved(rule: str, tmp_path: Path) -> None:
+    """A whole buffer, and one of the rank that holds it."""
+    whole = params() | {"seen": torch.zeros(2), "own": torch.zeros(2)}
+    spread = {"up": Cut(0), "own": Held((1,))} if rule != "by rank" else {"up": Cut(0)}
+
+    def counting(held: Any, batch: torch.Tensor) -> torch.Tensor:
+        for name in ("seen", "own"):
+            if held.get(name) is not None:
+                held[name].add_(1.0)
+        trained = [x for name, x in held.items() if x is not None and name not in ("seen", "own")]
+        return loss_fn(trained, batch)
+
+    def main(group: zf.Group) -> Any:
+        z, _ = zero_of(
+            group,
+            rule=spread,
+            loss=counting,
+            buffers=lambda path, leaf: rule if path in ("seen", "own") else None,
+        )
+        state = z.init(whole)
+        for step in range(2):
+            state, _ = z.step(state, torch.tensor(0.5 + step))
+        zf.save(tmp_path, state)
+        found = z.params(zf.load(tmp_path, z.init(whole)).state)
+        return found["seen"].tolist(), found["own"].tolist()
+
+    assert zf.simulate(4, main) == [([2.0, 2.0], [2.0, 2.0])] * 4
+
+
+def test_values_of_each_rank_are_whole() -> None:
+    def main(group: zf.Group) -> None:
+        z, _ = zero_of(group, buffers=lambda path, leaf: "by rank" if path == "up" else None)
+        z.init(params())
+
+    refused("is whole on every rank; got one that is spread .* 'up'", OptionError, main)
+
+
+def test_masters_of_parts_load_into_a_run_without_masters(tmp_path: Path) -> None:
+    def main(group: zf.Group, precision: Any) -> Any:
+        z, _ = zero_of(group, precision=precision)
+        state = z.init(params())
+        if precision is not None:
+            state, _ = z.step(state, torch.tensor(1.0))
+            zf.save(tmp_path, state)
+            return None
+        return z.params(zf.load(tmp_path, state).state)
+
+    zf.simulate(2, main, torch.bfloat16)
+    saved = zf.checkpoint.training_state(tmp_path).params
+    for found in zf.simulate(2, main, None):
+        for name, leaf in found.items():
+            assert torch.equal(leaf, saved[name].load())
+
+
+def test_a_leaf_that_cannot_be_made_ends_all_ranks() -> None:
+    def main(group: zf.Group) -> None:
+        z, _ = zero_of(group)
+        shapes = {name: torch.empty_like(x, device="meta") for name, x in params().items()}
+
+        def make(path: str, leaf: torch.Tensor) -> torch.Tensor:
+            if path == "first":  # held by rank 0 alone
+                raise ValueError("no such file")
+            return params()[path]
+
+        with pytest.raises(Exception, match="no such file"):
+            z.init(zf.sources.initialised(shapes, make))
+
+    zf.simulate(2, main)
 
 
 @pytest.mark.parametrize(

@@ -121,3 +121,9 @@ def test_the_mean_is_over_the_tokens_of_all_ranks() -> None:
     half = token_mean(logits.bfloat16(), labels)
     assert half.total.dtype == torch.float32
     assert float(half) == pytest.approx(float(plain), rel=0.01)
+
+
+def test_the_mean_of_one_token_without_a_dimension() -> None:
+    found = token_mean(torch.tensor([0.0, 1.0, 3.0]), torch.tensor(2))
+    expected = torch.nn.functional.cross_entropy(torch.tensor([0.0, 1.0, 3.0]), torch.tensor(2))
+    assert float(found) == float(expected)

@@ -235,3 +235,31 @@ def test_models_that_the_axis_does_not_fit_are_refused_at_once() -> None:
     model.config.is_causal = False
     with pytest.raises(OptionError, match="with is_causal=False"):
         sequence_parallel(model, group, "ring")
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_length_are_refused(rope_type: str) -> None:
+    config = models.transformers.LlamaConfig(**models.SIZES, num_attention_heads=4)
+    model = models.transformers.LlamaForCausalLM(config)
+    alone = zf.collectives.single_group()
+    own = {"rope_theta": 1e4, "rope_type": rope_type}
+    for rope in (own, {"full_attention": own}):
+        model.config.rope_parameters = rope
+        with pytest.raises(OptionError, match=f"LlamaForCausalLM has the rope_type '{rope_type}'"):
+            sequence_parallel(model, alone)
+
+
+def test_models_whose_tokens_meet_outside_of_attention_are_refused() -> None:
+    alone = zf.collectives.single_group()
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for name in ("Llama", "Qwen2", "Qwen3", "GPTNeoX", "Mixtral"):
+        config = getattr(models.transformers, f"{name}Config")(**(models.SIZES | sizes))
+        model = getattr(models.transformers, f"{name}ForCausalLM")(config)
+        sequence_parallel(model, alone)
+    model.config.layer_types = ["full_attention", "conv"]
+    with pytest.raises(OptionError, match="MixtralForCausalLM has layers of conv"):
+        sequence_parallel(model, alone)
+    config = models.transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)
+    bloom = models.transformers.BloomForCausalLM(config)
+    with pytest.raises(OptionError, match="BloomForCausalLM has attention or mixing of its own"):
+        sequence_parallel(bloom, alone)

@@ -281,7 +281,9 @@ def test_the_cross_entropy_is_torch_s(
     def main(group: Group) -> Any:
         def loss(x: Tensor) -> Tensor:
             mine = enter(x, group, -1)
-            out = vocab_cross_entropy(mine, labels, group, ignore_index=-7, reduction=reduction)
+            out = vocab_cross_entropy(
+                mine, labels, group, vocab_size=vocabulary, ignore_index=-7, reduction=reduction
+            )
             return (out**2).sum()
 
         return torch.func.grad_and_value(loss)(logits)
@@ -298,7 +300,7 @@ def test_no_message_of_the_cross_entropy_holds_logits() -> None:
     def main(group: Group) -> list[tuple[str, int]]:
         log = zf.record(group)
         leaf = piece(logits, group, -1).clone().requires_grad_()
-        vocab_cross_entropy(leaf, labels, log).backward()
+        vocab_cross_entropy(leaf, labels, log, vocab_size=8).backward()
         return [(entry.kind, entry.numel) for entry in log.log]
 
     assert zf.simulate(2, main)[0] == [("all_gather", 5), ("all_reduce", 10)]
@@ -308,7 +310,90 @@ def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
     for wrong in (-1, 8):
         label = torch.tensor([wrong])
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            zf.simulate(2, lambda g, label=label: vocab_cross_entropy(torch.ones(1, 4), label, g))
+            zf.simulate(
+                2,
+                lambda g, label=label: vocab_cross_entropy(
+                    torch.ones(1, 4), label, g, vocab_size=8
+                ),
+            )
+
+
+def test_the_cross_entropy_refuses_logits_that_a_head_has_joined() -> None:
+    tied = {"table": draw(8, WIDTH)}
+
+    def loss(params: Any, ids: Tensor, axis: Group) -> Tensor:
+        logits = F.linear(F.embedding(ids, params["table"]), params["table"])
+        return vocab_cross_entropy(logits, ids, axis, vocab_size=8)
+
+    def main(group: Group) -> Any:
+        cut = zf.tensor_parallel(loss, group, {"table": "embedding_rowwise"})
+        return cut({"table": piece(tied["table"], group, 0)}, torch.arange(8), group)
+
+    with pytest.raises(OptionError, match="1/2 of the vocabulary; got 8 columns of 8"):
+        zf.simulate(2, main)
+
+
+def test_tied_leaves_may_have_a_style_each() -> None:
+    """One table is looked up, and is a head whose logits stay cut."""
+    table, ids = draw(8, WIDTH), torch.arange(8)
+
+    def logits(params: Any) -> Tensor:
+        return F.linear(F.embedding(ids, params["table"]), params["head"])
+
+    def main(group: Group) -> Any:
+        def loss(params: Any) -> Tensor:
+            return vocab_cross_entropy(logits(params), ids, group, vocab_size=8)
+
+        cut = zf.tensor_parallel(loss, group, {"table": "embedding_rowwise", "head": "colwise"})
+        mine = piece(table, group, 0).clone().requires_grad_()
+        value = cut({"table": mine, "head": mine})
+        return value.detach(), torch.autograd.grad(value, mine)[0]
+
+    whole = table.clone().requires_grad_()
+    expected = F.cross_entropy(logits({"table": whole, "head": whole}), ids)
+    (slope,) = torch.autograd.grad(expected, whole)
+    found = zf.simulate(2, main)
+    close(torch.cat([part for _, part in found]), slope)
+    close(found[0][0], expected.detach())
+
+
+def test_a_write_without_gradients_is_seen() -> None:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        before = F.linear(x, params["w"])
+        x.mul_(2)
+        return F.linear(x, params["w"]) - 2 * before
+
+    def main(group: Group) -> Tensor:
+        cut = zf.tensor_parallel(loss, group, {"w": "colwise"}, sequence_dim=0)
+        with torch.no_grad():
+            return cut({"w": torch.ones(1, WIDTH)}, torch.ones(1, WIDTH))
+
+    assert torch.equal(torch.stack(zf.simulate(2, main)), torch.zeros(2, 2, 1))
+
+
+def test_the_result_of_a_norm_is_not_cut_into_features() -> None:
+    """Each rank would send the gradient of the whole result, and the join would add them."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        x = F.rms_norm(enter(x, params["axis"], 0), (WIDTH,), params["norm"])
+        if "mid" in params:
+            x = F.linear(x, params["mid"])
+        return F.linear(x, params["w"]).sum()
+
+    def main(group: Group, has_mid: bool) -> Any:
+        params: dict[str, Any] = {"norm": torch.ones(WIDTH), "w": torch.ones(2, WIDTH // 2)}
+        plan = {"w": "rowwise_split_input"}
+        if has_mid:
+            params["mid"] = torch.ones(WIDTH // 2, WIDTH)
+            plan["mid"] = "colwise_gather_output"
+        whole = lambda p, x: loss(p | {"axis": group}, x)
+        cut = zf.tensor_parallel(whole, group, plan, sequence_dim=0)
+        return float(cut(params, torch.ones(2, WIDTH)))
+
+    with pytest.raises(PlacementError, match=r"result of a norm goes into .* leaf 'w' of style"):
+        zf.simulate(2, main, False)
+    # Each rank has one of two tokens, whose features are 4, and 2 results of 4 * 4.
+    assert zf.simulate(2, main, True) == pytest.approx([32.0, 32.0])
 
 
 # Wrong programs. Each is refused before anything is sent.
@@ -342,6 +427,20 @@ WRONG_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str
         lambda p, x: (F.linear(x, p["a.weight"]) + p["a.bias"]).sum(),
         PLAN,
         "leaf 'a.bias' met add",
+    ),
+    "a bias of other parts": (
+        right,
+        {
+            "a.weight": "packed_colwise",
+            "a.bias": TensorStyle("packed_colwise", parts=(4,)),
+            "b": "rowwise",
+        },
+        "a bias has the style of its",
+    ),
+    "a bias whose gradient would be added": (
+        lambda p, x: F.linear(F.linear(x, p["a.weight"]), p["b.weight"], p["a.bias"]).sum(),
+        {"a.weight": "colwise", "a.bias": "replicated_with_grad_allreduce", "b": "rowwise"},
+        "a bias has the style of its",
     ),
     "another bias": (right, {"a.weight": "colwise", "b": "rowwise"}, "a bias has the style of its"),
     "a whole input": (

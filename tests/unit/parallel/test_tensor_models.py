@@ -278,7 +278,9 @@ def test_the_cross_entropy_of_cut_logits_is_that_of_the_model() -> None:
             with InDouble():
                 logits = apply(params, input_ids=ids).logits
             assert logits.shape[-1] == VOCAB // axis.size
-            return zf.parallel.vocab_cross_entropy(logits[:, :-1], ids[:, 1:], axis)
+            return zf.parallel.vocab_cross_entropy(
+                logits[:, :-1], ids[:, 1:], axis, vocab_size=VOCAB
+            )
 
         return zf.tensor_parallel(loss, axis, tp_plan(model) | {"lm_head": "colwise"})
 

@@ -159,6 +159,7 @@ def test_trees_other_dims_and_plain_values() -> None:
         (torch.add, (torch.ones(2, 3), torch.ones(2, 4)), LeafError, r"shapes \(2, 3\), \(2, 4\)"),
         (torch.sin, (torch.ones(2),), LeafError, "one length along dim 1"),
         (torch.mean, (torch.ones(2, 4),), LeafError, r"return the sum and the count"),
+        (lambda x: (x, x.shape[1]), (torch.ones(2, 5),), LeafError, "got 3 and others for '1'"),
         (lambda x: (x, x.sum(1)), (torch.ones(2, 4),), LeafError, r"got a result '1' of shape"),
     ],
 )

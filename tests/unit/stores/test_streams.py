@@ -22,7 +22,7 @@ import zfun as zf
 from tests import models
 from tests.property.collectives.strict import StrictQueue
 from zfun.stores import _streams
-from zfun.stores._streams import MAX_UNDER_WAY, Copies, Copy, Ring, hosted
+from zfun.stores._streams import MAX_UNDER_WAY, QueuedCopies, QueuedCopy, Ring, hosted
 from zfun.testing import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_the_host_waits_for_a_copy_before_it_reads(
 ) -> None:
     handle = zf.stores.host().put(torch.arange(3.0), "state")
     # From here on the CPU is the host, whose reads copy nothing.
-    monkeypatch.setattr(Copies, "queue", lambda self, device, kind: None)
+    monkeypatch.setattr(QueuedCopies, "queue", lambda self, device, kind: None)
     pending = handle.get(CPU)
     assert events.log == ["start"]
     assert pending.wait().tolist() == [0.0, 1.0, 2.0]
@@ -124,7 +124,7 @@ def test_a_source_that_is_overwritten_is_found(events: Events) -> None:
 def test_a_source_that_is_freed_is_found() -> None:
     queue = StrictQueue()
     out = torch.empty(3)
-    copy = Copy(queue, out, torch.arange(3.0))  # type: ignore[arg-type]
+    copy = QueuedCopy(queue, out, torch.arange(3.0))  # type: ignore[arg-type]
     copy._held = None
     with pytest.raises(AssertionError, match="the source of a copy was freed"):
         copy.wait()

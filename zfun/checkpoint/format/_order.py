@@ -66,6 +66,8 @@ def from_stored(x: Tensor, shape: Sequence[int], cuts: Sequence[StoredCut]) -> T
         tensor([[0, 1],
                 [2, 3]])
     """
+    if not x.numel():
+        return x.view(*shape)
     local = [*shape]
     for cut in cuts:
         local[cut.dim] //= cut.size

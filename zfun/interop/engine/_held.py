@@ -24,7 +24,7 @@ from zfun.recipes import ZeroState
 _PARTS = ("parameters", "the optimizer's state")
 
 
-class Held:
+class HeldModule:
     """A module with a state, whose values are read, written, saved and loaded."""
 
     module: nn.Module

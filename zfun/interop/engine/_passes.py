@@ -16,7 +16,7 @@ from zfun.flat import Flat
 from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
-from zfun.interop.engine._held import Held
+from zfun.interop.engine._held import HeldModule
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
@@ -25,7 +25,7 @@ from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
 _RUNNING = "zfun.interop.engine"
 
 
-class Passes(Held):
+class Passes(HeldModule):
     """A module with a state, and the sum of the gradients since the last step."""
 
     accumulate: int

@@ -69,12 +69,8 @@ def tp_plan(model: PreTrainedModel) -> dict[str, TensorStyle]:
         has_leaf = any(fnmatch.fnmatchcase(name, glob) for name in (*names, *owners))
         if style in _OF_MODULES or not has_leaf or (is_expert and not are_eager):
             continue
-        key = next((key for end, key in _HEADS.items() if glob.endswith(end)), "")
-        heads = getattr(config, key, None) or (
-            getattr(config, "num_attention_heads", 0) if key else 0
-        )
         try:
-            found[glob] = TensorStyle(_SYNONYMS.get(style, style), heads=heads)
+            found[glob] = TensorStyle(_SYNONYMS.get(style, style), heads=_heads_of(glob, config))
         except OptionError as error:
             raise OptionError(
                 f"the plan of {type(model).__name__} has the style {style!r} for {glob!r}, which "

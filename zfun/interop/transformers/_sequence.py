@@ -28,6 +28,11 @@ _UNUSED = frozenset(
     ["position_ids", "cache_position", "use_cache", "cache", "past_key_values", "is_causal"]
 )
 
+# Layers in which tokens meet by attention alone. Attention refuses windows and chunks itself.
+_ATTENTIONS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
+# Frequencies that follow the largest position.
+_ROPES_OF_LENGTH = frozenset(["dynamic", "longrope"])
+
 
 @takes(
     model=instance(PreTrainedModel, "a model of transformers", "model"),
@@ -56,7 +61,8 @@ def sequence_parallel(
         and ``position_ids`` of this rank's tokens, and returns their logits.
 
     Raises:
-        OptionError: the ranks do not divide the heads, or ``zigzag`` with ``"ulysses"``; or, from
+        OptionError: the ranks do not divide the heads, or ``zigzag`` with ``"ulysses"``; tokens
+            that meet outside of attention, or rotary frequencies that follow the length; or, from
             the model: an attention mask, labels, a cache with tokens, positions of other tokens, or
             attention of another form, such as a sliding window.
 
@@ -85,6 +91,7 @@ def sequence_parallel(
             "sequence_parallel() takes a causal model; got a configuration with is_causal=False; "
             "wrap the model's attention in zf.parallel.ulysses()"
         )
+    _check_layers(model)
     if kind == "ulysses" and (heads := getattr(config, "num_attention_heads", None)):
         check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, axis.size)
     _register()
@@ -99,6 +106,28 @@ def sequence_parallel(
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(spec.check, with_kwargs=True)
     return found
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse a model whose tokens depend on others outside of its attention."""
+    config: Any = model.config.get_text_config()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS)
+    if others or not model._supports_attention_backend:
+        found = f"layers of {', '.join(others)}" if others else "attention or mixing of its own"
+        raise OptionError(
+            "over a sequence axis tokens meet in attention alone, which the model looks up by "
+            f"attn_implementation; {type(model).__name__} has {found}; train this model without a "
+            "sequence axis"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    options = [rope, *(x for x in rope.values() if isinstance(x, dict))]
+    for one in options:
+        if (name := one.get("rope_type")) in _ROPES_OF_LENGTH:
+            raise OptionError(
+                "rotary frequencies are equal on all ranks of a sequence axis, and those of "
+                f"{name!r} follow the positions of one piece; {type(model).__name__} has the "
+                f"rope_type {name!r}; use 'default', 'linear', 'llama3' or 'yarn'"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zfun import ops, tree
-from zfun.collectives import Group, check_shardable
+from zfun.collectives import Group, check_shardable, data_axes
 from zfun.compression import CODEC, Codec, check_repeatable
 from zfun.errors import PlacementError
 from zfun.flat import FLAT, Flat
@@ -219,7 +219,7 @@ def _check(params: tree.Tree, group: Group) -> Flat:
             "shard_params() takes parameters with placement S; got a Flat with placement "
             f"{params.placement!r}; call zf.redistribute(params, zf.S, group) first"
         )
-    if params.group is not group:
+    if data_axes(params.group) is not data_axes(group):
         raise PlacementError(
             "shard_params() must be given the group over which its parameters are sharded; got "
             "another one; pass the same group to zf.shard() and zf.shard_params()"

@@ -15,6 +15,7 @@ from zfun.collectives import (
     ReduceScatter,
     axis_of,
     check_shardable,
+    data_axes,
     replica_group,
     sum_group,
 )
@@ -98,6 +99,7 @@ def redistribute(
         [32, 32]
     """
     _check_target(value, placement, group)
+    group = value.group if data_axes(value.group) is data_axes(group) else group
     given, value = value, stores.resident(value)
     if donate and value is not given:
         # Free the buffers in the store, because the fetched copies replace the stored buffers.
@@ -137,7 +139,7 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
             f"redistribute() takes a Flat; got {type(value).__name__}; make one with shard() or "
             "replicate()"
         )
-    if sum_group(value.group) is not sum_group(group):
+    if data_axes(sum_group(value.group)) is not data_axes(sum_group(group)):
         raise PlacementError(
             "redistribute() must be given the group of the value; got another one; unshard() the "
             "value and shard it over the other group"
