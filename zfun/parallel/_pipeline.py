@@ -34,7 +34,7 @@ from zfun.collectives import (
 )
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat
-from zfun.layout import Layout, LeafSlot
+from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._local import Spread
@@ -112,8 +112,9 @@ class Pipeline(ParallelLoss):
         start: StartVjp,
         batch: Any,
         group: Group,
-        layout: Layout,
+        slots: tuple[LeafSlot, ...],
         spreads: Mapping[str, Spread] | None,
+        device: torch.device,
         loss_scale: float,
         deliver: Callable[[Flat], Flat],
     ) -> tuple[Any, Any, Any]:
@@ -123,8 +124,9 @@ class Pipeline(ParallelLoss):
             start: runs the first half of a stage on this rank's parameters.
             batch: of these data ranks.
             group: the data ranks.
-            layout: of the leaves of this rank.
+            slots: the leaves of this rank.
             spreads: how all leaves of the logical tree are spread, by path, if it is known.
+            device: of the parameters.
             loss_scale: the factor of the loss in backward.
             deliver: sums gradients over the data ranks.
 
@@ -135,8 +137,8 @@ class Pipeline(ParallelLoss):
         batches = split_batch(batch, self.num_micro_batches)
         if self._loss is None:
             self._agree(batches)
-            self._connect(layout.device)
-        tied_leaves = self._tied_leaves(layout.leaves, spreads)
+            self._connect(device)
+        tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
         results = PipelineStep(
             self._stages,

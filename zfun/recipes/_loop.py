@@ -164,7 +164,7 @@ class Loop:
             out, pullback, left = self.vjp(fn, state, given, left)
             return out, pullback
 
-        recipe, local = self.recipe, self.local
+        recipe, local, layout = self.recipe, self.local, state.params.layout
         group, rule = recipe.group, recipe.rule
 
         def delivered(grads: Flat) -> Flat:
@@ -174,8 +174,10 @@ class Loop:
             start,
             batch,
             group,
-            state.params.layout,
+            layout.leaves,
             None if local is None else local.spreads,
+            # A layout without leaves knows no device.
+            layout.device if layout.leaves or local is None else local.device,
             scale_of(state),
             delivered,
         )

@@ -18,7 +18,7 @@ from tests.conftest import examples
 from tests.unit.parallel import pipelines
 from zfun import optim
 from zfun.errors import CollectiveMismatch, LeafError, OptionError, SpecMismatch
-from zfun.parallel import pipeline, schedules
+from zfun.parallel import LocalTree, Pipeline, pipeline, schedules
 from zfun.testing import assert_same_bits
 
 NUM_STEPS = 3
@@ -625,3 +625,26 @@ def test_a_number_that_changes_brings_no_form() -> None:
     for first, *later in zf.simulate(2, main):
         assert first > 0
         assert later == [0, 0]
+
+
+def test_a_rank_without_trained_leaves_knows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected(Exception):
+        pass
+
+    def connect(self: Any, device: torch.device) -> None:
+        raise Connected(device.type)
+
+    def main(group: zf.Group) -> Any:
+        loss = pipeline(pipelines.stages(2), group, num_micro_batches=2)
+        alone = zf.collectives.single_group()
+        trained = lambda path, leaf: path.startswith("0")
+        z = zf.zero(1, loss, optim.sgd(0.1), alone, trainable=trained)
+        with pytest.raises(Connected) as found:
+            z.step(z.init(pipelines.params(2)), pipelines.batch(0, 0))
+        return str(found.value).splitlines()[0]
+
+    monkeypatch.setattr(Pipeline, "_connect", connect)
+    # The logical tree of the test says that it is on another device than the leaves.
+    device = property(lambda self: torch.device("meta"), lambda self, device: None)
+    monkeypatch.setattr(LocalTree, "device", device, raising=False)
+    assert zf.simulate(2, main) == ["cpu", "meta"]
