@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib
 import io
+import random
 import runpy
 import shlex
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -515,6 +517,24 @@ def test_a_recomputed_block_draws_the_same_numbers_from_a_tracker() -> None:
         checkpointing.get_rng_tracker().reset()
     torch.testing.assert_close(plain, again, rtol=0, atol=0)
     assert plain[0].any()
+
+
+def test_public_code_finds_the_names_that_it_calls() -> None:
+    utils = importlib.import_module("zfun.interop.deepspeed.runtime.utils")
+    utils.empty_cache()
+    draws = []
+    for _ in range(2):
+        utils.set_random_seed(3)
+        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))  # noqa: NPY002
+    assert draws[0] == draws[1]
+    assert utils.required_torch_version(min_version=2.0)
+    assert not utils.required_torch_version(max_version=1.9)
+    outputs: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    deepspeed.checkpointing.CheckpointFunction.apply(lambda x: (x * x, x + 1), outputs, x)
+    sum(out.sum() for out in outputs).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
 
 
 def start(line: str, **environment: str) -> Start:

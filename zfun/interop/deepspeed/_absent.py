@@ -151,12 +151,8 @@ _TABLE: Mapping[str, str] = {
     "use log_dist, and the levels of Python's logging": (
         "utils:log_dist_once utils:print_rank_0 utils:set_log_level_from_string"
     ),
-    "seed random, numpy.random and torch": "utils:set_random_seed",
     "call mkdir of pathlib.Path": "utils:ensure_directory_exists",
-    "compare torch.__version__": "utils:required_torch_version",
     "use contextlib.nullcontext": "utils:noop_context",
-    "call get_accelerator().empty_cache()": "utils:empty_cache",
-    "call checkpoint()": "checkpointing:CheckpointFunction",
     "use torch.distributed.device_mesh.init_device_mesh": "comm:initialize_mesh_device",
     "call get_accelerator().is_available()": "accelerator:is_current_accelerator_supported",
     "write gradient_clipping into the configuration": "utils:clip_grad_norm_",

@@ -127,6 +127,25 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
+class CheckpointFunction:
+    """DeepSpeed's class under :func:`checkpoint`."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """Call :func:`checkpoint`, and add the results to a list.
+
+        Example:
+            >>> results = []
+            >>> CheckpointFunction.apply(lambda x: (x, x + 1), results, torch.ones(()))
+            (tensor(1.), tensor(2.))
+            >>> len(results)
+            2
+        """
+        found = checkpoint(run_function, *args)
+        all_outputs += found if isinstance(found, tuple) else (found,)
+        return found
+
+
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Refuse to partition without model parallel ranks, which :func:`configure` takes.
 

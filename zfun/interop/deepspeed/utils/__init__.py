@@ -131,6 +131,32 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     return tree.map(copy, item)
 
 
+def empty_cache() -> None:
+    """Return cached blocks of the CUDA allocator; on CPUs nothing."""
+    get_accelerator().empty_cache()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Return whether the version of torch is in a range."""
+    now = tuple(map(int, torch.__version__.split(".")[:2]))
+    bounds = [
+        tuple(map(int, str(x or y).split(".")[:2]))
+        for x, y in ((min_version, "0.0"), (max_version, "999.0"))
+    ]
+    return bounds[0] <= now <= bounds[1]
+
+
 def is_moe_param(param: Tensor) -> bool:
     """Return whether DeepSpeed's experts own a parameter."""
     return hasattr(param, "allreduce") and not param.allreduce
