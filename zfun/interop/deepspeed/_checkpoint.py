@@ -175,7 +175,10 @@ class SavedEngine(Phases):
                 scheduler.load_state_dict(data["lr_scheduler"])
         # A scheduler of DeepSpeed writes rates where its own state is loaded.
         for group, saved in zip(groups.groups if groups else (), numbers, strict=False):
-            group.update(saved)
+            # Rates of an earlier Muon are those of the configuration, and have no base.
+            is_earlier = "base_lr" in group and "base_lr" not in saved
+            own = ("muon_lr", "adam_lr") if is_earlier else ()
+            group.update({name: value for name, value in saved.items() if name not in own})
         self.loaded_checkpoint_tag = tag
         return str(path), unpacked(data)
 

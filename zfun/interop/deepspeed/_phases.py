@@ -15,7 +15,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._answers import batch_of
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
-from zfun.interop.ds_config._optimizers import RATES
+from zfun.interop.ds_config._optimizers import rates_of
 from zfun.interop.engine import Engine
 
 
@@ -126,7 +126,7 @@ class Phases(nn.Module):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
         for group in () if self.optimizer is None else self.optimizer.param_groups:
-            group |= {name: lr for name in RATES if name in group}
+            group |= dict.fromkeys(rates_of(group), lr)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of micro-batches for each step, for a size over all ranks.

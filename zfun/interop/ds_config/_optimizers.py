@@ -79,6 +79,11 @@ def rule_of(found: Checked, section: str) -> Rule | None:
     return Rule(kind, options)
 
 
+def rates_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the rates of a parameter group."""
+    return RATES if "muon_lr" in group else RATES[:1]
+
+
 def own_rates(options: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates of the two parts of Muon."""
     own = {name: options[name] for name in ("muon_lr", "adam_lr")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.ds_config._optimizers import (
-    RATES,
     Rule,
     completed,
     momentum_for,
+    rates_of,
     schedule_for,
 )
 
@@ -38,13 +39,14 @@ class Scheduled:
         self.last_batch_iteration = -1
         self.optimizer = optimizer
         groups = optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        if rule.is_absolute:
-            # Without warmup_max_lr, all warm up to the rate of the first group, which is Muon's.
-            rates = [groups[0].get("muon_lr", rates[0])] * len(groups)
+        # Without warmup_max_lr, all warm up to the rate of the first group, which is Muon's.
+        first = _own_rate(groups[0], "muon_lr")
+        own = lambda group, name: first if rule.is_absolute else _own_rate(group, name)
         # A schedule counts steps from the last_batch_iteration of the configuration.
-        self._rates = [schedule_for(rule, lr=float(rate)) for rate in rates]
-        self._written = set(RATES) if rule.is_absolute else {"lr"}
+        self._rates = [
+            {name: schedule_for(rule, lr=own(group, name)) for name in rates_of(group)}
+            for group in groups
+        ]
         self._momentum = momentum_for(rule)
         if self._momentum is not None:
             for group in groups:
@@ -55,8 +57,8 @@ class Scheduled:
         """Write the values of the next step into the groups."""
         taken = self.last_batch_iteration + 1
         # A group that was added later keeps its own rate.
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            group |= dict.fromkeys(self._written & group.keys(), rate(taken))
+        for group, rates in zip(self.optimizer.param_groups, self._rates, strict=False):
+            group |= {name: rate(taken) for name, rate in rates.items()}
             # DeepSpeed's Muon has no betas that a cycle changes.
             if self._momentum is not None and "betas" in group and "muon_lr" not in group:
                 group["betas"] = (self._momentum(taken), 0.99)
@@ -137,6 +139,11 @@ class LRRangeTest(Scheduled):
 
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+def _own_rate(group: Mapping[str, Any], name: str) -> float:
+    # A group without Muon has one rate, and an earlier Muon has None for a rate that is lr.
+    return float(group["lr"] if group.get(name) is None else group[name])
 
 
 def scheduler_of(rule: Rule, optimizer: torch.optim.Optimizer) -> Scheduled:
