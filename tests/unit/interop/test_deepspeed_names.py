@@ -304,6 +304,27 @@ def test_a_model_made_in_pieces_has_the_values_ties_and_buffers_of_a_whole_one()
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        ({"bf16": None}, "bf16"),
+        ({"bf16": {"enabled": "maybe"}}, "bf16.enabled"),
+        ({"fp16": {"enable": True}}, "fp16.enable"),
+        ({"zero_optimization": None}, "zero_optimization"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvmee"}}},
+            "zero_optimization.offload_param.device",
+        ),
+    ],
+)
+def test_a_mistake_that_decides_how_a_model_is_made_is_refused(section: Any, path: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        deepspeed.zero.Init(config_dict_or_path=section)
+    assert [one.path for one in error.value.mistakes] == [path]
+    # initialize() tells the other mistakes.
+    deepspeed.zero.Init(config_dict_or_path={"optimizer": {"type": "nonsense"}})
+
+
 def test_simulated_ranks_make_modules_side_by_side() -> None:
     def main(group: zf.Group) -> Any:
         for _ in range(20):
@@ -467,8 +488,16 @@ def test_elastic_sizes_are_those_of_the_solver() -> None:
     config = {"elasticity": {**section, "version": 0.1}}
     assert compute(config, "0.19.8") == (wanted.train, list(wanted.world_sizes))
     assert compute(config, "0.19.8", world_size=4)[2] == wanted.micro
+    assert compute({"elasticity": {**section, "version": "0.1"}}, "0.19.8") == compute(
+        config, "0.19.8"
+    )
     with pytest.raises(OptionError, match=r"with elasticity; got one without"):
         compute({}, "0.19.8")
+    for micro in (4, None):
+        with pytest.raises(OptionError, match=r"micro_batches .*list of micro-batch sizes; got"):
+            compute({"elasticity": {**section, "micro_batch_sizes": micro}}, "0.19.8")
+    with pytest.raises(OptionError, match=r"version .*; got None"):
+        compute({"elasticity": {**section, "version": None}}, "0.19.8")
 
 
 def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:

@@ -200,14 +200,15 @@ def solve_batch(
 
 def elastic_batch(section: Mapping[str, Any], world_size: int | None) -> ElasticBatch:
     """Return the batch size of a section ``elasticity``, with DeepSpeed's defaults."""
+    version = section.get("version", 0.2)
     return solve_batch(
         section.get("max_train_batch_size", 2000),
-        list(section.get("micro_batch_sizes", [2, 4, 6])),
+        section.get("micro_batch_sizes", [2, 4, 6]),
         world_size,
         min_ranks=section.get("min_gpus", 1),
         max_ranks=section.get("max_gpus"),
         prefer_larger=section.get("prefer_larger_batch", True),
-        version=float(section.get("version", 0.2)),
+        version={"0.1": 0.1, "0.2": 0.2}.get(str(version), version),
         ranks_per_node=section.get("num_gpus_per_node", 1),
         model_parallel=section.get("model_parallel_size", 1),
     )

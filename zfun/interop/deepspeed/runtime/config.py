@@ -204,7 +204,7 @@ def compute_elastic_config(
         )
     given = ds_config["elasticity"]
     ranks = world_size
-    if not ranks and (return_microbatch or float(given.get("version", 0.2)) == 0.2):
+    if not ranks and (return_microbatch or str(given.get("version", 0.2)) == "0.2"):
         ranks = int(os.environ.get("WORLD_SIZE", "0"))
     found = elastic_batch(given, ranks or None)
     sizes = (found.train, list(found.world_sizes))

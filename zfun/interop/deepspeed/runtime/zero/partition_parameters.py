@@ -35,6 +35,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     root_of,
     told,
 )
+from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
 from zfun.interop.ds_config._values import checked
 from zfun.interop.engine._parameter import NO_VALUES
@@ -69,6 +70,7 @@ class Init:
     arguments that are not named here are not used.
 
     Raises:
+        ConfigError: a dtype or ``offload_param`` of the configuration has mistakes.
         OptionError: ``remote_device`` is another place, or has no folder; or, at the end, a
             parameter was changed through a view that was older than 16 parameters.
 
@@ -103,8 +105,7 @@ class Init:
         chosen = config if config_dict_or_path is None else config_dict_or_path
         if not enabled:
             return
-        keys = {} if chosen is None else read(chosen)[0]
-        values = checked(keys, late=PENDING).values.found
+        values = _values_of({} if chosen is None else chosen)
         halves = {torch.bfloat16: values["bf16.enabled"], torch.float16: values["fp16.enabled"]}
         half = next((half for half, is_on in halves.items() if is_on), None)
         self._dtype = half if dtype is None else dtype
@@ -245,6 +246,21 @@ class _TouchedParams(TorchFunctionMode):
 def _is_shared(value: Tensor) -> bool:
     """Return whether another tensor has the memory of this one."""
     return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
+
+
+def _values_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Return the values of a configuration, of which those that Init reads have no mistake."""
+    keys, name = read(config)
+    found = checked(keys, late=PENDING)
+    read_here = ("bf16", "fp16", "zero_optimization.offload_param")
+    mistakes = [
+        one
+        for one in found.mistakes
+        if one.path.startswith(read_here) or one.path == "zero_optimization"
+    ]
+    if mistakes:
+        raise error_of(mistakes, name)
+    return found.values.found
 
 
 def _folder_of(values: Mapping[str, Any], remote_device: str | None) -> Path | None:
