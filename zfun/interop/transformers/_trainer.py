@@ -14,7 +14,7 @@ from zfun.collectives import Group, process_group
 from zfun.errors import CheckpointError
 from zfun.interop._configured import ConfiguredOptimizer
 from zfun.interop.accelerate import Accelerator
-from zfun.interop.deepspeed.runtime import lr_schedules
+from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
 from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
@@ -121,9 +121,8 @@ class Trainer(transformers.Trainer):
             # An "auto" of the schedule waits for the number of steps.
             recipe = recipe_of(self._given_zero, self.args, self.model, **steps)
             if recipe is not None and recipe.scheduler is not None:
-                kind, options = recipe.scheduler
                 chosen = self.optimizer if optimizer is None else optimizer
-                self.lr_scheduler = getattr(lr_schedules, kind)(chosen, **options)
+                self.lr_scheduler = scheduler_of(recipe.scheduler, chosen)
                 self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
