@@ -195,6 +195,20 @@ def test_the_utilities_are_those_of_deepspeed_alone() -> None:
     assert not {"Engine", "Flat", "S", "stores", "unshard"} & vars(utils).keys()
 
 
+@pytest.mark.parametrize("place", ["full", "local"])
+@pytest.mark.parametrize("kind", ["fp32_param", "grad", "optimizer_state"])
+def test_the_name_of_a_moment_is_for_functions_of_moments(place: str, kind: str) -> None:
+    param, has_key = nn.Parameter(torch.ones(2)), kind == "optimizer_state"
+    get, set_ = (getattr(deepspeed.utils, f"safe_{x}_{place}_{kind}") for x in ("get", "set"))
+    for key in ("", "exp_avg"):
+        refused = pytest.raises(TypeError, match=rf"{key!r} in safe_get_{place}_{kind}\(\)")
+        with contextlib.nullcontext() if bool(key) == has_key else refused:
+            assert get(param, key) is None
+        wanted = OptionError if bool(key) == has_key else TypeError
+        with pytest.raises(wanted, match=rf"safe_set_{place}_{kind}\(\)"):
+            set_(param, torch.ones(2), key)
+
+
 def test_the_nearest_name_is_named() -> None:
     untyped: Any = deepspeed
     with pytest.raises(AttributeError, match=r"did you mean 'initialize'\?"):
