@@ -18,11 +18,10 @@ from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._phases import Phases
 from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, latest_of, packed, unpacked
+from zfun.interop.engine._torch_states import CONFIGURED
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
-# As in DeepSpeed, those of the configuration, whatever a checkpoint has.
-_CONFIGURED = ("adam_w_mode", "freeze_step")
 
 
 class SavedEngine(Phases):
@@ -226,7 +225,7 @@ def _numbers_of(data: Mapping[str, Any], index: str, group: Mapping[str, Any]) -
     return {
         name: value
         for name, value in saved.items()
-        if name not in _CONFIGURED and not (value is None and group.get(name) is not None)
+        if name not in CONFIGURED and not (value is None and group.get(name) is not None)
     }
 
 

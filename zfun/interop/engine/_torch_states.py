@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from zfun.transforms import unshard
 
 TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer", "total": "sum"}
 """The names of moments in zfun, and in torch; others have torch's names."""
+CONFIGURED = ("adam_w_mode", "freeze_step")
+"""Constants that DeepSpeed keeps outside of groups, so they are those of the run that loads."""
 _MASTER = "master"
 # In the path of a number that steps write into the group of a label.
 _GROUP = ".inner.group."
@@ -81,6 +84,12 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
     }
 
 
+def with_own_constants(groups: ParamGroups, saved: Sequence[Any]) -> list[Any]:
+    """Return saved parameter groups with the constants that a run keeps."""
+    own = [{name: x[name] for name in CONFIGURED if name in x} for x in groups.groups]
+    return [{**x, **y} for x, y in itertools.zip_longest(saved, own[: len(saved)], fillvalue={})]
+
+
 def with_torch_state(
     state: ZeroState, groups: ParamGroups, given: Mapping[str, Any], *, whole: bool = False
 ) -> ZeroState:
@@ -89,8 +98,11 @@ def with_torch_state(
     The old state is not to be used again. If ``whole``, every leaf must be there.
     """
     optimizer, entries = groups.torch_optimizer, given.get("state", {})
-    groups.check_saved(state.opt_state, given["param_groups"])
-    numbers = {"state": dict[int, Any](), "param_groups": given["param_groups"]}
+    numbers = {
+        "state": dict[int, Any](),
+        "param_groups": with_own_constants(groups, given["param_groups"]),
+    }
+    groups.check_saved(state.opt_state, numbers["param_groups"])
     torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
     paths, parts = parts_of(state.opt_state)

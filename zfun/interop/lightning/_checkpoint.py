@@ -24,6 +24,7 @@ from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
 from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups, group_number
+from zfun.interop.engine._torch_states import with_own_constants
 from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import Deferred, TrainingState
@@ -158,7 +159,8 @@ def load_states_of(
             path=path,
         )
     for engine, one, numbers in zip(engines, groups, checkpoint["optimizer_states"], strict=True):
-        given = {"state": dict[int, Any](), "param_groups": _torch_groups(numbers)}
+        saved = with_own_constants(one, _torch_groups(numbers))
+        given = {"state": dict[int, Any](), "param_groups": saved}
         one.check_saved(engine.state.opt_state, given["param_groups"])
         torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
         one.retain(numbers.get("trained", ()))

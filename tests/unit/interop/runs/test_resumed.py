@@ -179,8 +179,13 @@ def test_options_that_deepspeed_keeps_outside_of_groups_are_those_of_the_configu
         engine, other = begun(saved), begun(own)
         engine.save_checkpoint(tmp_path, kind)
         other.load_checkpoint(tmp_path, kind)
-        assert other.optimizer.param_groups[0][name] == own
-        trained(other, group, 0, 1)
+        third = begun(own)
+        third.optimizer.load_state_dict(engine.optimizer.state_dict())
+        for resumed in (other, third):
+            assert resumed.optimizer.param_groups[0][name] == own
+        expected = trained(begun(own), group, 0, 2)
+        assert trained(other, group, 0, 2) == expected
+        assert trained(third, group, 0, 2) == expected
 
     zf.simulate(1, partial(main, kind="Adam", name="adam_w_mode", saved=True, own=False))
     zf.simulate(1, partial(main, kind="OneBitAdam", name="freeze_step", saved=2, own=3))

@@ -27,15 +27,8 @@ def _pair(place: str, kind: str) -> tuple[Callable[..., Tensor | None], Callable
     is_local, is_moment = place == "local", kind == "optimizer_state"
     names = [f"safe_{way}_{place}_{kind}" for way in ("get", "set")]
 
-    def check(name: str, key: str) -> None:
-        if bool(key) != is_moment:
-            raise TypeError(
-                "optim_state_key names a moment, for functions of the optimizer's state alone; "
-                f"got {key!r} in {name}(); {'pass a name' if is_moment else 'leave it out'}"
-            )
-
     def get(param: Tensor, optim_state_key: str = "") -> Tensor | None:
-        check(names[0], optim_state_key)
+        _check_key(names[0], optim_state_key, is_moment)
         part = _part(param, kind, names[0], optim_state_key, is_local)
         if part is None:
             return None
@@ -44,7 +37,7 @@ def _pair(place: str, kind: str) -> tuple[Callable[..., Tensor | None], Callable
         return value / part.scale if kind == "grad" else value
 
     def set_(param: Tensor, value: Tensor, optim_state_key: str = "") -> None:
-        check(names[1], optim_state_key)
+        _check_key(names[1], optim_state_key, is_moment)
         engine, leaf = _needed(param, names[1], None if is_local else value)
         if kind != "fp32_param":
             part = _part(param, kind, names[1], optim_state_key, is_local)
@@ -82,6 +75,14 @@ safe_get_full_grad, safe_set_full_grad = _pair("full", "grad")
 safe_get_local_grad, safe_set_local_grad = _pair("local", "grad")
 safe_get_full_optimizer_state, safe_set_full_optimizer_state = _pair("full", "optimizer_state")
 safe_get_local_optimizer_state, safe_set_local_optimizer_state = _pair("local", "optimizer_state")
+
+
+def _check_key(function: str, key: str, is_moment: bool) -> None:
+    if bool(key) != is_moment:
+        raise TypeError(
+            "optim_state_key names a moment, for functions of the optimizer's state alone; "
+            f"got {key!r} in {function}(); {'pass a name' if is_moment else 'leave it out'}"
+        )
 
 
 def _part(param: Tensor, kind: str, function: str, key: str, is_local: bool) -> Any:
