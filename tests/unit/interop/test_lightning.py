@@ -290,6 +290,20 @@ IN_TORCH = {
 }
 
 
+def test_a_resumed_fit_has_the_mode_of_adam_of_its_own_run(tmp_path: Path) -> None:
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    make = lambda is_on: lambda params: ops.adam.FusedAdam(params, adam_w_mode=is_on, **options)
+    path = tmp_path / "a.ckpt"
+    fitted(Tiny(make(True)), tmp_path).save_checkpoint(path)
+    model = Tiny(make(False))
+    trainer = lightnings.trainer_of(
+        "zfun_stage_3", 1, tmp_path, enable_checkpointing=False, max_epochs=2
+    )
+    trainer.fit(model, data(), ckpt_path=path)
+    assert model.seen == [0, 1, 2, 3]
+    assert trainer.optimizers[0].param_groups[0]["adam_w_mode"] is False
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_steps_as_in_torch(name: str, tmp_path: Path) -> None:
     class Scheduled(Tiny):
