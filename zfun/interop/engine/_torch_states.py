@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +86,9 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
 def with_own_constants(groups: ParamGroups, saved: Sequence[Any]) -> list[Any]:
     """Return saved parameter groups with the constants that a run keeps."""
     own = [{name: x[name] for name in CONFIGURED if name in x} for x in groups.groups]
-    return [{**x, **y} for x, y in itertools.zip_longest(saved, own[: len(saved)], fillvalue={})]
+    # torch refuses other numbers of groups.
+    own += [dict[str, Any]()] * len(saved)
+    return [{**x, **y} for x, y in zip(saved, own, strict=False)]
 
 
 def with_torch_state(

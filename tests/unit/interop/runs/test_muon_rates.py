@@ -113,7 +113,7 @@ def test_a_base_lr_of_a_script_stays_its_own() -> None:
         optimizer.param_groups[0]["base_lr"] = 0.25
         section = {"scheduler": {"type": "WarmupLR", "params": SCHEDULES["WarmupLR"]}}
         settings = config(1, **section)
-        engine = deepspeed.initialize(
+        engine: Any = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, mpu=ranks(group)
         )[0]
         trained(engine, group, 0, 2)
