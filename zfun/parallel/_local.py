@@ -137,6 +137,23 @@ class LocalTree:
             ),
         )
 
+    def check_tied(self, trainable: Callable[[str, Any], bool], params: tree.Tree) -> None:
+        """Refuse tied leaves of which one is trained and another is not.
+
+        Ranks may hold them under different paths, and would then train different leaves.
+        """
+        chosen = {
+            path: bool(trainable(path, leaf))
+            for path, leaf in zip(self.paths, tree.leaves(params), strict=True)
+        }
+        for path, first in self._first.items():
+            if chosen[path] != chosen[first]:
+                raise OptionError(
+                    "leaves that are tied over a model axis are trained together, or not at all; "
+                    f"trainable() chooses one of {first!r} and {path!r}; choose both or none",
+                    leaf=path,
+                )
+
     def selects(self, select: Callable[[str, Any], bool]) -> Callable[[str, Any], bool]:
         """Return a choice of local leaves, from one of logical leaves."""
 

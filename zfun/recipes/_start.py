@@ -63,7 +63,10 @@ def local_tree(
             f"keeps; got {whole.name or 'such a rule'}; use an element-wise optimizer"
         )
     policy = recipe.precision
-    return LocalTree(params, axes, policy.param if policy.master is None else None)
+    local = LocalTree(params, axes, policy.param if policy.master is None else None)
+    if recipe.trainable is not None:
+        local.check_tied(of_specs(recipe.trainable), params)
+    return local
 
 
 def _clips_by_label(optimizer: Optimizer) -> bool:

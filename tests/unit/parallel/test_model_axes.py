@@ -270,6 +270,16 @@ def test_buffers_are_saved(rule: str, tmp_path: Path) -> None:
     assert zf.simulate(4, main) == [([2.0, 2.0], [2.0, 2.0])] * 4
 
 
+def test_tied_leaves_are_trained_together() -> None:
+    def main(group: zf.Group) -> None:
+        rule = {"a": Held((0,)), "b": Held((1,))}
+        z, _ = zero_of(group, rule=rule, trainable=lambda path, leaf: path == "a")
+        weight = torch.ones(4, 2)
+        z.init({"a": weight, "b": weight})
+
+    refused("chooses one of 'a' and 'b'", OptionError, main)
+
+
 def test_values_of_each_rank_are_whole() -> None:
     def main(group: zf.Group) -> None:
         z, _ = zero_of(group, buffers=lambda path, leaf: "by rank" if path == "up" else None)
