@@ -333,10 +333,11 @@ class Engine(Passes):
         # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
         found, error = attempt(lambda: _trained_in(path, step))
         chosen, names = agree(agreement_group(self._group), error, found)[0]
-        before = groups.labels, self.recipe, self._state
+        held, before = groups.held(), (self.recipe, self._state)
+        labels = groups.labels
         groups.train(names)
-        if groups.labels.keys() != set(names) or groups.labels == before[0]:
-            groups.train(before[0])
+        if groups.labels.keys() != set(names) or groups.labels == labels:
+            groups.go_back(held)
             return None
         self._begin()
         try:
@@ -344,8 +345,8 @@ class Engine(Passes):
             self._state = self.recipe.init(deferred_values(self._state, self._params, masters=True))
             loaded = self._loaded(chosen, keeps_frozen, options)
         except BaseException:
-            groups.train(before[0])
-            _, self.recipe, self._state = before
+            groups.go_back(held)
+            self.recipe, self._state = before
             raise
         self._calls.reset()
         return loaded

@@ -106,6 +106,40 @@ def test_a_load_that_fails_changes_nothing(stage: int, tmp_path: Path) -> None:
     zf.simulate(2, main)
 
 
+def by_layer(cls: Any, **options: Any) -> Any:
+    """Return a rule with a group for each layer."""
+    return lambda model: cls(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters()}], 0.1, **options
+    )
+
+
+@SHARDED_OR_NOT
+def test_a_load_that_fails_leaves_the_numbers_of_the_groups(stage: int, tmp_path: Path) -> None:
+    """The checkpoint trains one group alone, and this run both, with another optimizer."""
+
+    def main(group: zf.Group) -> None:
+        first = started(group, stage, by_layer(torch.optim.AdamW))
+        train(first, 0)
+        first.save(tmp_path)
+        engines = []
+        for fails in (True, False):
+            model = net()
+            model[0].requires_grad_(True)
+            optimizer = by_layer(torch.optim.SGD, momentum=0.9)(model)
+            engine = Engine(model, optimizer, zero=stage, group=group)
+            train(engine, 0)
+            if fails:
+                with pytest.raises(SpecMismatch):
+                    engine.load(tmp_path)
+            for turn, lr in ((1, 0.1), (2, 0.5), (3, 0.0)):
+                optimizer.param_groups[1]["lr"] = lr
+                train(engine, turn)
+            engines.append(engine)
+        assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+
+    zf.simulate(2, main)
+
+
 @SHARDED_OR_NOT
 def test_a_load_between_micro_batches_drops_their_gradients(stage: int, tmp_path: Path) -> None:
     def main(group: zf.Group) -> None:
