@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zfun as zf
-from zfun.errors import SpecMismatch
+from zfun.errors import CheckpointError, CorruptCheckpoint, SpecMismatch
 from zfun.interop import Engine
 from zfun.interop.accelerate import Accelerator
 from zfun.testing import assert_same_bits
@@ -136,6 +136,56 @@ def test_a_load_that_fails_leaves_the_numbers_of_the_groups(stage: int, tmp_path
                 train(engine, turn)
             engines.append(engine)
         assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+
+    zf.simulate(2, main)
+
+
+@SHARDED_OR_NOT
+def test_a_damaged_file_of_other_leaves_changes_nothing(stage: int, tmp_path: Path) -> None:
+    """Not the buffers either, which a load fills in place."""
+
+    def normed(group: zf.Group, *, frozen: bool) -> Engine:
+        model = net()
+        model.insert(1, nn.BatchNorm1d(3).double())
+        model[0].requires_grad_(not frozen)
+        return Engine(model, adamw(model), zero=stage, group=group)
+
+    def save(group: zf.Group) -> None:
+        first = normed(group, frozen=False)
+        train(first, 0)
+        first.save(tmp_path)
+
+    def main(group: zf.Group) -> None:
+        engines = [normed(group, frozen=True) for _ in range(2)]
+        for turn in range(3):
+            for engine in engines:
+                train(engine, turn)
+            if turn == 1:
+                with pytest.raises(CorruptCheckpoint):
+                    engines[0].load(tmp_path)
+                assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+        assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+
+    zf.simulate(2, save)
+    for path in tmp_path.rglob("*.safetensors"):
+        held = path.read_bytes()
+        path.write_bytes(held[:-8] + bytes(x ^ 255 for x in held[-8:]))
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_ranks_go_on_alike_where_one_cannot_load(frozen: bool, tmp_path: Path) -> None:
+    """Rank 1 may lose digits, so the leaves of the checkpoint fit there."""
+
+    def main(group: zf.Group) -> None:
+        first = started(group, 2)
+        train(first, 0)
+        first.save(tmp_path)
+        model = net().float()
+        model[0].requires_grad_(not frozen)
+        engine = Engine(model, adamw(model), zero=2, group=group)
+        with pytest.raises(SpecMismatch if group.rank == 0 else CheckpointError):
+            engine.load(tmp_path, cast=group.rank == 1)
 
     zf.simulate(2, main)
 
