@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import zfun as zf
 from zfun.errors import CheckpointError, CorruptCheckpoint, SpecMismatch
 from zfun.interop import Engine
-from zfun.interop.accelerate import Accelerator
+from zfun.interop.accelerate import Accelerator, _apart
 from zfun.testing import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -258,6 +259,41 @@ def test_saved_weights_are_those_of_accelerate(stage: int, tmp_path: Path) -> No
         accelerator.load_state(str(folder / "state"))
         assert_same_bits({name: x.detach() for name, x in model.named_parameters()}, start)
     assert_same_bits(files[1], files[0])
+
+
+def test_a_state_dict_of_the_users_own_stays(tmp_path: Path) -> None:
+    """Also where a model was prepared twice."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True, zero=2), net()
+    for _ in range(2):
+        accelerator.prepare_model(model)
+    accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.save_state(str(tmp_path))
+    model.state_dict = own = functools.partial(model.state_dict)
+    accelerator.load_state(str(tmp_path))
+    assert vars(model)["state_dict"] is own
+    del model.state_dict
+    accelerator.load_state(str(tmp_path))
+    assert "state_dict" not in vars(model)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_state_dict_has_the_versions_of_its_modules(stage: int) -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True, zero=stage), net()
+    model.append(nn.BatchNorm1d(1))
+    expected = model.state_dict()._metadata  # pyrefly: ignore[missing-attribute]
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert accelerator.get_state_dict(model)._metadata == expected  # pyrefly: ignore[missing-attribute]
+
+
+def test_values_with_memory_of_their_own_are_not_copied() -> None:
+    bucket, own = torch.arange(4.0), torch.ones(2)
+    found = _apart({"part": bucket[:2], "tied": bucket[:2], "own": own})
+    assert found["own"] is own
+    assert found["part"] is found["tied"]
+    assert found["part"].untyped_storage().nbytes() == 8
+    assert_same_bits(found["part"], torch.tensor([0.0, 1.0]))
 
 
 class Tiny(nn.Module):
