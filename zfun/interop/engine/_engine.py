@@ -81,7 +81,7 @@ class Engine(Passes):
         recipe: what :func:`zfun.zero` returned.
         accumulate: as above.
         clip_norm: as above; with an optimizer of torch it may change between steps.
-        grad_norm: of the last step, before clipping; ``None`` before the first.
+        grad_norm: of the gradients that the last step took, before it clips; ``None`` at first.
         keeps_grads: whether gradients that backward has left in ``.grad`` stay there after a step,
             as in torch, until ``zero_grad``.
         plain_scale: the weight of the gradients of a ``loss.backward()``, as ``scale`` of
