@@ -269,7 +269,7 @@ def test_a_state_dict_of_the_users_own_stays(tmp_path: Path) -> None:
         accelerator.prepare_model(model)
     accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
     accelerator.save_state(str(tmp_path))
-    model.state_dict = own = functools.partial(model.state_dict)
+    vars(model)["state_dict"] = own = functools.partial(model.state_dict)
     accelerator.load_state(str(tmp_path))
     assert vars(model)["state_dict"] is own
     del model.state_dict
