@@ -235,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             parameters: all of a model.
-            max_norm: the bound; infinity asks for the norm alone, and 0 drops the gradients.
+            max_norm: the bound; infinity asks for the norm alone, and 0 makes them zero.
             norm_type: 2.
 
         Raises:
@@ -287,7 +287,11 @@ class Accelerator(accelerate.Accelerator):
     # Checkpoints.
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """Return whole values, each in memory of its own. All ranks call."""
+        """Return whole values, none a view of a bucket. All ranks call.
+
+        As those of ``accelerate``, they may be the values that the model trains on; clone them to
+        keep them.
+        """
         return _apart(super().get_state_dict(model, unwrap))
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -303,14 +307,18 @@ class Accelerator(accelerate.Accelerator):
             folder = Path(self.project_dir) / "checkpoints"
             numbers = [int(x.name.rpartition("_")[2]) for x in folder.glob("checkpoint_*")]
             input_dir = str(folder / f"checkpoint_{max(numbers)}")
-        models = [x for x in self._models if self.engine_of(x) is not None]
+        models = {id(x): x for x in self._models if self.engine_of(x) is not None}.values()
+        # A user may have put a method of their own there, as scripts of PEFT do.
+        before = [vars(model).get("state_dict") for model in models]
         for model in models:
             model.state_dict = functools.partial(_own_values, model.state_dict)
         try:
             super().load_state(input_dir, *args, **kwargs)
         finally:
-            for model in models:
+            for model, own in zip(models, before, strict=True):
                 del model.state_dict
+                if own is not None:
+                    model.state_dict = own
         for index, engine in enumerate(self._engines):
             path = Path(input_dir) / f"{_FOLDER}_{index}"
             if not path.is_dir():
@@ -323,7 +331,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of which each has memory of its own, and tied ones share it.
+    """Return values of which none is a view of a bucket, and tied ones share memory.
 
     safetensors takes views of one bucket for tied values, drops all but one, and loads none.
     """
@@ -332,11 +340,17 @@ def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, x in values.items()
     }
     first = {key: name for name, key in reversed(keys.items())}
-    own = {
-        key: x.clone() if isinstance(x := values[name], Tensor) else x
-        for key, name in first.items()
-    }
-    return collections.OrderedDict((name, own[key]) for name, key in keys.items())
+    own = {key: _unshared(values[name]) for key, name in first.items()}
+    found = collections.OrderedDict((name, own[key]) for name, key in keys.items())
+    if (metadata := getattr(values, "_metadata", None)) is not None:
+        found._metadata = metadata  # pyrefly: ignore[missing-attribute]
+    return found
+
+
+def _unshared(value: Any) -> Any:
+    """Return a copy of a tensor that is a part of a larger one."""
+    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value
 
 
 def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

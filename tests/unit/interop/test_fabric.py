@@ -235,6 +235,16 @@ def test_a_norm_that_is_not_finite_is_torchs_error() -> None:
         clipped(max_norm=1.0, scale=float("nan"))
 
 
+def test_gradients_that_cannot_be_clipped_stay_as_they_are() -> None:
+    """Later passes and a bound of infinity find no earlier bound."""
+    fabric, model, optimizer = made()
+    engine = fabric.strategy.engines[0]
+    fabric.backward(model(torch.ones(2, 3)).mean() * float("inf"))
+    with pytest.raises(RuntimeError, match="so it cannot be clipped"):
+        fabric.clip_gradients(model, optimizer, max_norm=1e-9)
+    assert not engine.norm().isfinite()
+
+
 def test_a_configuration_clips_each_step() -> None:
     config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}
     fabric = fabrics.fabric_of(ZfunFabricStrategy(config=config))

@@ -29,7 +29,7 @@ import zfun.recipes as recipes
 from zfun import checkpoint, optim
 from zfun.checkpoint import agree, attempt
 from zfun.collectives import Group, agreement_group, process_group
-from zfun.errors import OptionError, SpecMismatch, ZfunError
+from zfun.errors import CheckpointError, OptionError, SpecMismatch, ZfunError
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._live import LiveModule, check_free
@@ -81,7 +81,7 @@ class Engine(Passes):
         recipe: what :func:`zfun.zero` returned.
         accumulate: as above.
         clip_norm: as above; with an optimizer of torch it may change between steps.
-        grad_norm: of the last step, before clipping; ``None`` before the first.
+        grad_norm: of the gradients that the last step took, before it clips; ``None`` at first.
         keeps_grads: whether gradients that backward has left in ``.grad`` stay there after a step,
             as in torch, until ``zero_grad``.
         plain_scale: the weight of the gradients of a ``loss.backward()``, as ``scale`` of
@@ -299,7 +299,8 @@ class Engine(Passes):
         """
         try:
             loaded = self._loaded(path, keeps_frozen, options)
-        except SpecMismatch:
+        except (SpecMismatch, CheckpointError):
+            # Ranks without an error of their own have a CheckpointError, and go on alike.
             if (found := self._load_others(path, keeps_frozen, **options)) is None:
                 raise
             loaded = found
@@ -326,26 +327,32 @@ class Engine(Passes):
     def _load_others(
         self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
     ) -> checkpoint.Loaded | None:
-        """Load the state of a run that trains other leaves; ``None`` if there are none."""
+        """Load the state of a run that trains other leaves; ``None`` if there is none."""
         groups = self._groups
         if groups is None:
             return None
         # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
-        found, error = attempt(lambda: _trained_in(path, step))
-        chosen, names = agree(agreement_group(self._group), error, found)[0]
-        before = groups.labels, self.recipe, self._state
+        found, _ = attempt(lambda: _trained_in(path, step))
+        if (first := agree(agreement_group(self._group), None, found)[0]) is None:
+            return None
+        chosen, names = first
+        held, before = groups.held(), (self.recipe, self._state)
+        labels = groups.labels
         groups.train(names)
-        if groups.labels.keys() != set(names) or groups.labels == before[0]:
-            groups.train(before[0])
+        if groups.labels.keys() != set(names) or groups.labels == labels:
+            groups.go_back(held)
             return None
         self._begin()
+        # A load fills the buffers of the module in place.
+        buffers = {name: x.clone() for name, x in self._buffers.named().items()}
         try:
             self.recipe = self._composed()
             self._state = self.recipe.init(deferred_values(self._state, self._params, masters=True))
             loaded = self._loaded(chosen, keeps_frozen, options)
         except BaseException:
-            groups.train(before[0])
-            _, self.recipe, self._state = before
+            groups.go_back(held)
+            self.recipe, self._state = before
+            self._buffers.write(buffers)
             raise
         self._calls.reset()
         return loaded

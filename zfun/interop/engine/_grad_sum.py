@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zfun import tree
+from zfun import stores, tree
 from zfun.collectives import Group, all_reduce, sum_group
 from zfun.errors import OptionError
 from zfun.flat import Flat, ravel
@@ -163,10 +164,13 @@ class GradSum:
         clipped, grads, self._clipped = self._clipped, self.grads, None
         if clipped is None or grads is None:
             return
-        factor = min(1.0, clipped[1] / (float(clipped[0]) + 1e-6))
+        ratio = clipped[1] / (float(clipped[0]) + 1e-6)
         chosen = _buckets_without(grads, self._apart)
         buffers = list(grads.buffers)
-        for index, x in zip(chosen, scale_grads(grads.select(chosen), factor).buffers, strict=True):
+        own = grads.select(chosen)
+        # As in torch, a norm of NaN makes all gradients NaN.
+        own = _spoiled(own) if math.isnan(ratio) else scale_grads(own, min(1.0, ratio))
+        for index, x in zip(chosen, own.buffers, strict=True):
             buffers[index] = x
         self.grads = grads.with_buffers(buffers)
 
@@ -187,6 +191,12 @@ class GradSum:
         self.grads = scale_grads(self.grads, factor / self._factor)
         self._factor = factor
         return self.grads, loss
+
+
+def _spoiled(grads: Flat) -> Flat:
+    """Return gradients that are all NaN."""
+    here = stores.resident(grads)
+    return here.with_buffers([torch.full_like(x, torch.nan) for x in here.buffers])
 
 
 def _buckets_without(grads: Flat, apart: Collection[str]) -> list[int]:

@@ -103,6 +103,14 @@ class ParamGroups:
         self._seen, self.labels = None, dict[str, str]()
         self._label(names)
 
+    def held(self) -> tuple[Any, ...]:
+        """Return what :meth:`train`, :meth:`refresh` and :meth:`pure` replace."""
+        return self._seen, self.labels, self._first
+
+    def go_back(self, held: tuple[Any, ...]) -> None:
+        """Take back what :meth:`held` has returned."""
+        self._seen, self.labels, self._first = held
+
     def _label(self, names: Collection[str]) -> None:
         for index, group in enumerate(self.groups):
             for param in group["params"]:

@@ -151,7 +151,8 @@ class Passes(HeldModule):
 
         A loss scale is still in the sum. A write to the buffers counts at the next step. After
         :meth:`norm` or :meth:`clip` the sum is divided as for the step, and has gradients from
-        outside of calls too; after a read of ``.grad`` it is ``None``.
+        outside of calls too. The bound of :meth:`clip` may be applied as late as in the step. After
+        a read of ``.grad`` the sum is ``None``.
         """
         self._settle()
         return self._sum.grads
@@ -253,8 +254,9 @@ class Passes(HeldModule):
 
         A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
         ``.grad`` then, so code may scale, clip or drop it. Gradients are divided by ``accumulate``
-        already, and those of later passes will be. As in torch, a parameter that no rank has used
-        has none. Gradients of weighted means stay where they are.
+        already, and those of later calls of :meth:`backward` will be; a gradient that a plain
+        ``backward()`` adds to a shown ``.grad`` counts as it stands. As in torch, a parameter that
+        no rank has used has none. Gradients of weighted means stay where they are.
 
         Args:
             name: of the parameter whose gradient is read.

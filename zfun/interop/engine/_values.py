@@ -165,13 +165,16 @@ class EngineBuffers:
                 named[name].data = view
         self._seen = {name: _mark(x) for name, x in named.items()}
 
-    @torch.no_grad()
     def take(self, flat: Flat | None) -> None:
         """Take the values of a state."""
-        if flat is None or flat is self.flat:
-            return
+        if flat is not None and flat is not self.flat:
+            self.write(unravel(stores.resident(flat)))
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Take values by name, also after ``flat`` was consumed."""
         own = self.named()
-        for name, value in unravel(stores.resident(flat)).items():
+        for name, value in values.items():
             if name in own:
                 own[name].copy_(value)
         self.flat = None

@@ -178,15 +178,14 @@ class ZfunFabricStrategy(DDPStrategy):
                 "norm_type out"
             )
         engine: StepEngine = optimizer.zfun_engine  # pyrefly: ignore[missing-attribute]
-        norm = engine.clip(max_norm)
-        dtype = optimizer.param_groups[0]["params"][0].dtype
-        norm = norm.to(torch.promote_types(dtype, torch.float32))
-        if error_if_nonfinite and not norm.isfinite():
+        # As torch, which leaves the gradients as they are where it raises.
+        if error_if_nonfinite and not (norm := engine.norm()).isfinite():
             raise RuntimeError(
                 f"The total norm of gradients is {float(norm)}, so it cannot be clipped; pass "
                 "error_if_nonfinite=False"
             )
-        return norm
+        dtype = optimizer.param_groups[0]["params"][0].dtype
+        return engine.clip(max_norm).to(torch.promote_types(dtype, torch.float32))
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float

@@ -116,6 +116,19 @@ def test_clips_are_those_of_accelerate(stage: int, loop: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+def test_a_norm_of_nan_makes_all_gradients_nan(stage: int) -> None:
+    def grads(cls: Any, **options: Any) -> Any:
+        accelerator, net, _ = prepared(cls, **options)
+        accelerator.backward((net(torch.ones(2, 3)) + net[2].bias * torch.nan).mean())  # pyrefly: ignore[bad-index]
+        accelerator.clip_grad_norm_(net.parameters(), 0.25)
+        return [param.grad for param in net.parameters()]
+
+    found, expected = grads(Accelerator, zero=stage), grads(accelerate.Accelerator)
+    assert all(x.isnan().all() for x in expected)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_parameter_of_the_loss_is_not_clipped_in_micro_batches(stage: int) -> None:
     def run(cls: Any, **options: Any) -> Any:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

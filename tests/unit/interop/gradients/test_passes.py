@@ -200,3 +200,18 @@ def test_weighted_passes_go_on_after_the_norm(stage: int) -> None:
         torch.testing.assert_close(trained(group, reads=True), trained(group, reads=False))
 
     zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plain_backward_adds_to_what_grad_shows(stage: int) -> None:
+    """As in torch, and the step takes ``.grad``: passes of the engine are halves, and this is 1."""
+    net = nn.Linear(1, 1, bias=False)
+    net.weight.data.zero_()
+    sgd = torch.optim.SGD(net.parameters(), 1.0)
+    engine = Engine(net, sgd, zero=stage, accumulate=2, group=zf.process_group())
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    assert float(net.weight.grad) == 0.5  # pyrefly: ignore[bad-argument-type]
+    net.weight.sum().backward()
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    engine.step()
+    assert float(engine.state_dict()["weight"]) == -2.0

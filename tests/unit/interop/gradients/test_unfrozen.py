@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zfun as zf
-from zfun.errors import SpecMismatch
+from zfun.errors import CheckpointError, CorruptCheckpoint, SpecMismatch
 from zfun.interop import Engine
-from zfun.interop.accelerate import Accelerator
+from zfun.interop.accelerate import Accelerator, _apart
 from zfun.testing import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -106,6 +107,90 @@ def test_a_load_that_fails_changes_nothing(stage: int, tmp_path: Path) -> None:
     zf.simulate(2, main)
 
 
+def by_layer(cls: Any, **options: Any) -> Any:
+    """Return a rule with a group for each layer."""
+    return lambda model: cls(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters()}], 0.1, **options
+    )
+
+
+@SHARDED_OR_NOT
+def test_a_load_that_fails_leaves_the_numbers_of_the_groups(stage: int, tmp_path: Path) -> None:
+    """The checkpoint trains one group alone, and this run both, with another optimizer."""
+
+    def main(group: zf.Group) -> None:
+        first = started(group, stage, by_layer(torch.optim.AdamW))
+        train(first, 0)
+        first.save(tmp_path)
+        engines = []
+        for fails in (True, False):
+            model = net()
+            model[0].requires_grad_(True)
+            optimizer = by_layer(torch.optim.SGD, momentum=0.9)(model)
+            engine = Engine(model, optimizer, zero=stage, group=group)
+            train(engine, 0)
+            if fails:
+                with pytest.raises(SpecMismatch):
+                    engine.load(tmp_path)
+            for turn, lr in ((1, 0.1), (2, 0.5), (3, 0.0)):
+                optimizer.param_groups[1]["lr"] = lr
+                train(engine, turn)
+            engines.append(engine)
+        assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+
+    zf.simulate(2, main)
+
+
+@SHARDED_OR_NOT
+def test_a_damaged_file_of_other_leaves_changes_nothing(stage: int, tmp_path: Path) -> None:
+    """Not the buffers either, which a load fills in place."""
+
+    def normed(group: zf.Group, *, frozen: bool) -> Engine:
+        model = net()
+        model.insert(1, nn.BatchNorm1d(3).double())
+        model[0].requires_grad_(not frozen)
+        return Engine(model, adamw(model), zero=stage, group=group)
+
+    def save(group: zf.Group) -> None:
+        first = normed(group, frozen=False)
+        train(first, 0)
+        first.save(tmp_path)
+
+    def main(group: zf.Group) -> None:
+        engines = [normed(group, frozen=True) for _ in range(2)]
+        for turn in range(3):
+            for engine in engines:
+                train(engine, turn)
+            if turn == 1:
+                with pytest.raises(CorruptCheckpoint):
+                    engines[0].load(tmp_path)
+                assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+        assert_same_bits(engines[0].state_dict(), engines[1].state_dict())
+
+    zf.simulate(2, save)
+    for path in tmp_path.rglob("*.safetensors"):
+        held = path.read_bytes()
+        path.write_bytes(held[:-8] + bytes(x ^ 255 for x in held[-8:]))
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_ranks_go_on_alike_where_one_cannot_load(frozen: bool, tmp_path: Path) -> None:
+    """Rank 1 may lose digits, so the leaves of the checkpoint fit there."""
+
+    def main(group: zf.Group) -> None:
+        first = started(group, 2)
+        train(first, 0)
+        first.save(tmp_path)
+        model = net().float()
+        model[0].requires_grad_(not frozen)
+        engine = Engine(model, adamw(model), zero=2, group=group)
+        with pytest.raises(SpecMismatch if group.rank == 0 else CheckpointError):
+            engine.load(tmp_path, cast=group.rank == 1)
+
+    zf.simulate(2, main)
+
+
 @SHARDED_OR_NOT
 def test_a_load_between_micro_batches_drops_their_gradients(stage: int, tmp_path: Path) -> None:
     def main(group: zf.Group) -> None:
@@ -174,6 +259,41 @@ def test_saved_weights_are_those_of_accelerate(stage: int, tmp_path: Path) -> No
         accelerator.load_state(str(folder / "state"))
         assert_same_bits({name: x.detach() for name, x in model.named_parameters()}, start)
     assert_same_bits(files[1], files[0])
+
+
+def test_a_state_dict_of_the_users_own_stays(tmp_path: Path) -> None:
+    """Also where a model was prepared twice."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True, zero=2), net()
+    for _ in range(2):
+        accelerator.prepare_model(model)
+    accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.save_state(str(tmp_path))
+    vars(model)["state_dict"] = own = functools.partial(model.state_dict)
+    accelerator.load_state(str(tmp_path))
+    assert vars(model)["state_dict"] is own
+    del model.state_dict
+    accelerator.load_state(str(tmp_path))
+    assert "state_dict" not in vars(model)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_state_dict_has_the_versions_of_its_modules(stage: int) -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True, zero=stage), net()
+    model.append(nn.BatchNorm1d(1))
+    expected = model.state_dict()._metadata  # pyrefly: ignore[missing-attribute]
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert accelerator.get_state_dict(model)._metadata == expected  # pyrefly: ignore[missing-attribute]
+
+
+def test_values_with_memory_of_their_own_are_not_copied() -> None:
+    bucket, own = torch.arange(4.0), torch.ones(2)
+    found = _apart({"part": bucket[:2], "tied": bucket[:2], "own": own})
+    assert found["own"] is own
+    assert found["part"] is found["tied"]
+    assert found["part"].untyped_storage().nbytes() == 8
+    assert_same_bits(found["part"], torch.tensor([0.0, 1.0]))
 
 
 class Tiny(nn.Module):
