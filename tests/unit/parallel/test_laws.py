@@ -196,7 +196,7 @@ def runs(draw: Any, like: Run | None = None) -> Run:
 
 
 @given(runs())
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(32))
 def test_the_spread_of_leaves_changes_no_bit(run: Run) -> None:
     expected = zf.simulate(run.sizes["dp"], over_data, run)[0]
     for rank, found in enumerate(zf.simulate(run.num_ranks, over_mesh, run)):
@@ -205,7 +205,7 @@ def test_the_spread_of_leaves_changes_no_bit(run: Run) -> None:
 
 
 @given(st.data())
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(16))
 def test_a_checkpoint_crosses_between_meshes(data: Any) -> None:
     """Two steps on one mesh and the third on another give the bits of three on one data axis."""
     run = data.draw(runs())
@@ -220,7 +220,7 @@ def test_a_checkpoint_crosses_between_meshes(data: Any) -> None:
 
 
 @given(runs())
-@settings(max_examples=examples(24))
+@settings(max_examples=examples(12))
 def test_a_checkpoint_of_a_mesh_has_the_leaves_of_one_process(run: Run) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         zf.simulate(run.num_ranks, over_mesh, run, save=one)
