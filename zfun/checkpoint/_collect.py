@@ -233,7 +233,7 @@ def records_of(
 
 
 class Shared(NamedTuple):
-    """What the ranks have of each other's values.
+    """Values that differ between ranks, and values that some ranks lack.
 
     Attributes:
         differing: the names of the values that are not the same on all ranks.

@@ -106,7 +106,7 @@ class Open:
 
 @dataclass
 class Results:
-    """What the actions of a step leave on a rank.
+    """The results of the actions of a step on one rank.
 
     Attributes:
         grads: the sum of the gradients of the micro-batches.
