@@ -87,7 +87,7 @@ def penalty(loop: Any) -> None:
     (0.1 * loop.module.body.weight.square().sum()).backward()
 
 
-# What a loop does after each of the two passes of a step.
+# The calls of a loop after each of the two passes of a step.
 ACTS: dict[str, list[list[Callable[[Any], Any]]]] = {
     "read last": [[], [read]],
     "read first": [[read_one], []],
