@@ -23,7 +23,7 @@ from zfun.options import BOOL, GROUP, instance, one_of, takes
 from zfun.parallel import check_heads, ring_attention, sequence_piece, ulysses
 
 _CONTIGUOUS, _ZIGZAG = "zfun_sequence", "zfun_sequence_zigzag"
-# The arguments that transformers passes to every attention and that change no result.
+# Arguments that transformers passes to every attention, without effect on the result.
 _UNUSED = frozenset(
     ["position_ids", "cache_position", "use_cache", "cache", "past_key_values", "is_causal"]
 )
