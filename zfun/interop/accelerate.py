@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
             options["precision"] = Precision(loss_scale=optim.dynamic_loss_scale())
         self.scaler: Any = None
         self.clips_by_default: float | None = UNBOUNDED
-        self.ema_decay: float | None = None
+        self.ema_decay: float | optim.Schedule | None = None
         self._zero_options = options
         self._ranks: Group | None = options.pop("group", None)
         self._waiting: list[nn.Module] = []

@@ -48,11 +48,11 @@ def ema(decay: float | Schedule, optimizer: Optimizer | tuple[InitFn, UpdateFn])
 
     After each step ``average += (1 - decay) (params - average)``; the average begins as the first
     parameters. (Averages of ``torch.optim.swa_utils`` begin after the first step, as with the decay
-    ``lambda step: 0.999 if step else 0.0``.) With ``precision=`` of :func:`zfun.zero` the average follows the master weights,
-    because bfloat16 would lose its small changes. A step that :func:`zfun.zero` skips changes
-    nothing; leaves that a step does not use are averaged like all others. The average is one more
-    number for each parameter, sharded and stored as the moments are. "Acceleration of Stochastic
-    Approximation by Averaging", Polyak and Juditsky, 1992.
+    ``lambda step: 0.999 if step else 0.0``.) With ``precision=`` of :func:`zfun.zero` the average
+    follows the master weights, because bfloat16 would lose its small changes. A step that
+    :func:`zfun.zero` skips changes nothing; leaves that a step does not use are averaged like all
+    others. The average is one more number for each parameter, sharded and stored as the moments
+    are. "Acceleration of Stochastic Approximation by Averaging", Polyak and Juditsky, 1992.
 
     Args:
         decay: the share of the old average that stays, in [0, 1), or a function of the number of

@@ -56,7 +56,7 @@ class ParamGroups:
         # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
         # Of an average of the parameters, if there is one.
-        self.ema_decay: float | None = None
+        self.ema_decay: float | optim.Schedule | None = None
         self.refresh()
         if not set(self.labels.values()) - {_NO_GROUP}:
             raise OptionError(

@@ -24,7 +24,7 @@ from zfun.interop.transformers import EmaCallback, Trainer  # noqa: E402
 DECAY = 0.6
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
 
