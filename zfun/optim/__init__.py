@@ -13,7 +13,6 @@ from zfun.optim._base import PrepareInner as PrepareInner
 from zfun.optim._base import prepared as prepared
 from zfun.optim._chain import chain
 from zfun.optim._cycles import one_cycle, one_cycle_momentum
-from zfun.optim._ema import EmaState, ema
 from zfun.optim._hyperparams import (
     HyperparamsState,
     hyperparams,
@@ -23,8 +22,6 @@ from zfun.optim._hyperparams import (
 from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
-from zfun.optim._master import MasterState, with_master
-from zfun.optim._master import masters_of as masters_of
 from zfun.optim._missed import MissedSteps
 from zfun.optim._missed import passed_on as passed_on
 from zfun.optim._onebit import OneBitState, onebit_adam
@@ -63,6 +60,8 @@ from zfun.optim._transforms import (
     scale_by_schedule,
     trace,
 )
+from zfun.optim.copies import EmaState, MasterState, ema, with_master
+from zfun.optim.copies import masters_of as masters_of
 from zfun.optim.of_torch import TorchState, from_torch
 
 __all__ = [
