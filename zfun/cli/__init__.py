@@ -61,8 +61,8 @@ def _check_file(args: argparse.Namespace) -> None:
         path = getattr(args, key, None)
         if isinstance(path, Path) and not (path.exists() or hasattr(args, "may_be_missing")):
             raise ZfunError(
-                f"the command reads files that exist; got {str(path)!r} for {name}; check the path, "
-                f"which is relative to {str(Path.cwd())!r}"
+                f"the command reads files that exist; got {str(path)!r} for {name}; check the "
+                f"path, which is relative to {str(Path.cwd())!r}"
             )
 
 
