@@ -150,6 +150,7 @@ def test_the_version_is_written_once() -> None:
     assert "version" in config["project"]["dynamic"]
     assert ROOT / config["tool"]["hatch"]["version"]["path"] == ROOT / "zfun" / "__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", zfun.__version__)
+    assert f"\nversion: {zfun.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def run_script(script: Path, num_ranks: int, *arguments: str, python: str = sys.executable) -> None:
