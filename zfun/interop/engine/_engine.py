@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -398,20 +398,6 @@ class Engine(Passes):
         self._show()
         self._begin()
         return info
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in train mode."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the module to train mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to eval mode."""
-        return self.train(False)
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
