@@ -129,13 +129,12 @@ def _plan(args: argparse.Namespace) -> int:
     limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
     return demo.plan(
         args.hf,
+        demo.machine_of(args.hardware, **{k: float(x) for k, x in limits.items() if x is not None}),
         ranks=args.ranks,
         rows=args.rows,
         length=args.length,
         dtype=args.dtype,
-        hardware=args.hardware,
         out=args.out,
-        **{name: float(size) for name, size in limits.items() if size is not None},
     )
 
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,16 @@ class _LeafKey:
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class _TreeKey(NamedTuple):
+    """A tree as far as a layout depends on it."""
+
+    leaves: tuple[_LeafKey, ...]
+    positions: tuple[int, ...]
+    paths: tuple[str, ...]
+    spec: tree.Spec
+    device: torch.device
 
 
 @takes(
@@ -108,17 +119,9 @@ def layout_of(
         for i in firsts
     )
     device = devices.pop() if devices else torch.device("cpu")
-    return _layout(
-        keys,
-        tuple(positions),
-        tuple(paths),
-        spec,
-        int(size),  # of numpy too, which would stay in the cached layout
-        bucket_bytes,
-        persistence,
-        device,
-        turns,
-    )
+    key = _TreeKey(keys, tuple(positions), tuple(paths), spec, device)
+    # A size of numpy would stay in the cached layout.
+    return _layout(key, int(size), bucket_bytes, persistence, turns)
 
 
 def _turns(
@@ -134,16 +137,9 @@ def _turns(
 
 @functools.lru_cache(maxsize=256)
 def _layout(
-    keys: tuple[_LeafKey, ...],
-    positions: tuple[int, ...],
-    paths: tuple[str, ...],
-    spec: tree.Spec,
-    size: int,
-    bucket_bytes: int,
-    persistence: int,
-    device: torch.device,
-    turns: tuple[int, ...] | None,
+    of: _TreeKey, size: int, bucket_bytes: int, persistence: int, turns: tuple[int, ...] | None
 ) -> Layout:
+    keys = of.leaves
     numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
     units = units_of(
         [(key.path, (key.shape, key.dtype)) for key in keys],
@@ -186,9 +182,8 @@ def _layout(
         )
         for (dtype, leaves), end in zip(found, ends, strict=True)
     )
-    return Layout(
-        tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device
-    )
+    leaves = tuple(slots[i] for i in range(len(keys)))
+    return Layout(leaves, buckets, size, of.spec, of.positions, of.paths, of.device)
 
 
 def _padded(numel: int, dtype: torch.dtype, size: int) -> int:

@@ -113,20 +113,25 @@ def redistribute(
         kept = (x if group.rank == 0 else torch.zeros_like(x) for x in value.buffers)
         return value.with_buffers(kept, P, group)
     if before is P and placement is R:
-        return communicate(value, AllReduce(), here, R, group, name, donate=donate)
+        sums = communicate(value, AllReduce(), here, name, donate=donate)
+        return value.with_buffers(sums, R, group)
     if before is P:
-        return communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
+        sums = communicate(value, ReduceScatter(), group, name, donate=donate)
+        return value.with_buffers(sums, S, group)
     if placement is P:
         # Of replicas only the first contributes to the sum.
         replicas = replica_group(here)
         is_first = replicas is None or replicas.rank == 0
         return value.with_buffers(_embedded(value, is_first), P, group)
     if placement is R:
-        return communicate(
-            value, AllGather(), here, R, group, name, donate=donate, zero_copy=zero_copy, into=into
+        zero_copy = zero_copy and here is group
+        whole = communicate(
+            value, AllGather(), here, name, donate=donate, zero_copy=zero_copy, into=into
         )
+        return value.with_buffers(whole, R, group)
     if (across := replica_group(group)) is not None:
-        return communicate(value, AllGather(), across, S, group, name, donate=donate)
+        joined = communicate(value, AllGather(), across, name, donate=donate)
+        return value.with_buffers(joined, S, group)
     across = replica_group(here)
     assert across is not None
     pieces = (x.view(across.size, -1)[across.rank] for x in value.buffers)
