@@ -163,7 +163,7 @@ class NamedMesh:
         return f"<mesh: {sizes}, this rank at {here}>"
 
 
-@takes(inner=GROUP, outer=GROUP, whole=GROUP | None)
+@takes(whole=GROUP | None)
 class Mesh(Group):
     """A group of several axes; :func:`mesh` and :func:`split` make one.
 

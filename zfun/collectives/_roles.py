@@ -28,7 +28,7 @@ from zfun.collectives._mesh import Hybrid, Mesh
 from zfun.collectives._ops import CALL, Collective, Reduce, ReduceScatter
 from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
-from zfun.options import GROUP, TENSOR, TEXT, takes
+from zfun.options import TENSOR, takes
 
 
 @final
@@ -76,7 +76,7 @@ def data_axes(group: Group) -> Group:
     return group.wrapped if isinstance(group, DataAxes) else group
 
 
-@takes(group=GROUP)
+@takes()
 def sum_group(group: Group) -> Group:
     """Return the ranks that have batches: sums of gradients, losses and metrics go over them.
 
@@ -95,7 +95,7 @@ def sum_group(group: Group) -> Group:
     return group.sums if isinstance(group, Hybrid | DataAxes) else group
 
 
-@takes(group=GROUP)
+@takes()
 def agreement_group(group: Group) -> Group:
     """Return the ranks that must agree: on parameters, on skipped steps, on the order of buckets.
 
@@ -135,7 +135,7 @@ def axes_of(group: Group) -> list[Group]:
     return [*group.axes] if isinstance(group, Axis | Hybrid | Mesh) else [group]
 
 
-@takes(group=GROUP)
+@takes()
 def axis_of(group: Group) -> str:
     """Return the name of an axis of a mesh, such as ``"inner"``, or ``""`` for other groups.
 
@@ -156,7 +156,7 @@ def axis_of(group: Group) -> str:
     return ""
 
 
-@takes(group=GROUP, what=TEXT)
+@takes()
 def check_shardable(group: Group, what: str) -> None:
     """Refuse an axis over which values are repeated: its shards are not pieces of the mesh's.
 
@@ -179,7 +179,7 @@ def check_shardable(group: Group, what: str) -> None:
         )
 
 
-@takes(group=GROUP, call=CALL, x=TENSOR, out=TENSOR | None)
+@takes(call=CALL, out=TENSOR | None)
 def start_reduce_scatter_over(
     group: Group, call: Collective, x: Tensor, out: Tensor | None = None
 ) -> Work:

@@ -29,7 +29,7 @@ from zfun import tree
 from zfun.collectives import Group, allocate, axis_of, is_symmetric
 from zfun.errors import DonatedStateError, OptionError, PlacementError, SpecMismatch, check_process
 from zfun.layout import Layout
-from zfun.options import TEXT, each, instance, takes
+from zfun.options import each, instance, takes
 from zfun.placement import P, Placement, R, S
 from zfun.typing import Params
 
@@ -269,7 +269,7 @@ tree.register(
 )
 
 
-@takes(values=each(FLAT, "a list of Flats", "[flat]"), consumed_by=TEXT)
+@takes(values=each(FLAT, "a list of Flats", "[flat]"))
 def consume(values: Sequence[Flat], consumed_by: str) -> None:
     """Mark values whose buffers a step has taken over, so that any later use raises."""
     for flat in values:
@@ -285,7 +285,7 @@ def flats(value: tree.Tree) -> list[Flat]:
     ]
 
 
-@takes(first=FLAT, second=FLAT, what=TEXT)
+@takes(first=FLAT, second=FLAT)
 def check_same_layout(first: Flat, second: Flat, what: str) -> None:
     """Raise :class:`SpecMismatch` if two flats do not lie alike."""
     if first.layout != second.layout:

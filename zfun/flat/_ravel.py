@@ -12,15 +12,13 @@ from zfun.collectives import Group
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat._flat import FLAT, Flat
 from zfun.layout import LAYOUT, Layout, unique_leaves
-from zfun.options import ANY, DTYPE, GROUP, each, number, one_of, takes
+from zfun.options import DTYPE, each, number, one_of, takes
 from zfun.placement import P, Placement, R, S
 from zfun.sources import Deferred
 
 
 @takes(
-    params=ANY,
     layout=LAYOUT,
-    group=GROUP,
     placement=one_of(R, P),
     scale=number(),
     dtypes=each(DTYPE, "a sequence of dtypes", "[torch.float32]") | None,

@@ -14,7 +14,7 @@ from zfun.collectives import Group, all_reduce
 from zfun.errors import OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.layout import LabelFn, Layout, labels_of, layout_of, split_by_label
-from zfun.options import ANY, GROUP, OF_LEAVES, takes
+from zfun.options import OF_LEAVES, takes
 
 # ``rule(path, leaf)`` returns "mean", "rank 0" or "by rank"; None for a leaf that is no buffer. The
 # leaf may be a meta tensor.
@@ -44,7 +44,7 @@ def _bucket_rules(layout: Layout, rule: BufferRule) -> list[str]:
     return [str(rules[bucket.leaves[0]]) for bucket in layout.buckets]
 
 
-@takes(buffers=ANY, group=GROUP, rule=OF_LEAVES)
+@takes(rule=OF_LEAVES)
 def merge_buffers(buffers: tree.Tree, group: Group, rule: BufferRule) -> tree.Tree:
     """Merge the buffers that the loss of each rank has left, by a rule for each leaf.
 

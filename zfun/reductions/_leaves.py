@@ -9,11 +9,11 @@ from torch import Tensor
 
 from zfun.collectives import exchange_values
 from zfun.flat import FLAT, Flat, leaf_spans
-from zfun.options import FUNCTION, takes
+from zfun.options import takes
 from zfun.placement import S
 
 
-@takes(flat=FLAT, fn=FUNCTION, cost=FUNCTION)
+@takes(flat=FLAT)
 def map_leaves(
     flat: Flat, fn: Callable[[Tensor], Tensor], cost: Callable[[tuple[int, ...]], float]
 ) -> Flat:

@@ -11,10 +11,10 @@ from torch import Tensor
 from zfun import collectives, tree
 from zfun.collectives import Group, sum_group
 from zfun.errors import OptionError, SpecMismatch
-from zfun.options import GROUP, ITERABLE, takes
+from zfun.options import ITERABLE, takes
 
 
-@takes(metrics=ITERABLE, group=GROUP)
+@takes(metrics=ITERABLE)
 def mean_metrics(metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: Group) -> tree.Tree:
     """Return the weighted mean of trees of metrics, over micro-batches and ranks.
 

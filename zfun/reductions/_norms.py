@@ -12,12 +12,12 @@ from zfun.collectives import Group
 from zfun.errors import LeafError, PlacementError
 from zfun.flat import FLAT, Flat, own_piece, unravel
 from zfun.layout import aligned
-from zfun.options import TENSOR, integer, takes
+from zfun.options import integer, takes
 from zfun.placement import P, S, is_first
 from zfun.reductions._values import all_ranks, gather_values
 
 
-@takes(squares=TENSOR)
+@takes()
 @dataclass(frozen=True, slots=True)
 class Spent:
     """The place of a bucket of finite gradients whose memory holds other values by now.

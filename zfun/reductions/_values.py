@@ -8,7 +8,7 @@ from torch import Tensor
 from zfun import collectives
 from zfun.collectives import AllGather, Collective, Group, agreement_group, start_gather, sum_group
 from zfun.flat import FLAT, Flat
-from zfun.options import BOOL, GROUP, TENSOR, TEXT, takes
+from zfun.options import takes
 
 
 @takes(flat=FLAT)
@@ -29,7 +29,7 @@ def all_ranks(flat: Flat) -> Group:
     return sum_group(flat.group)
 
 
-@takes(flat=FLAT, x=TENSOR, name=TEXT)
+@takes(flat=FLAT)
 def gather_values(flat: Flat, x: Tensor, name: str = "values") -> Tensor:
     """Return a small tensor of every rank, stacked in rank order, for by-leaf rules.
 
@@ -74,7 +74,7 @@ def whole_buffers(flat: Flat, name: str) -> list[Tensor]:
     return found
 
 
-@takes(flag=BOOL, group=GROUP)
+@takes()
 def any_rank(flag: bool, group: Group) -> bool:
     """Return whether the flag is set on any rank: the same answer on all, so that all stop alike.
 

@@ -64,7 +64,7 @@ class _HostTensor(Stored):
         return self.tensor
 
 
-@takes(pin=BOOL, log=BOOL)
+@takes()
 class HostStore(Counts):
     """Keeps tensors in host memory, page-locked if there is a device to copy to."""
 
@@ -98,7 +98,7 @@ class HostStore(Counts):
         return "host()"
 
 
-@takes(pin=BOOL | None, log=BOOL)
+@takes(pin=BOOL | None)
 def host(*, pin: bool | None = None, log: bool = False) -> HostStore:
     """Make a store in host memory.
 

@@ -286,9 +286,7 @@ class NvmeStore(Counts):
     buffer_size=integer(0),
     max_in_cpu=integer(0),
     pin_memory=BOOL | None,
-    checksum=BOOL,
     timeout_s=SECONDS,
-    log=BOOL,
     files=instance(Files, "an object of zf.files.Files", "zf.files.Files()") | None,
 )
 def nvme(

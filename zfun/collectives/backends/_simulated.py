@@ -31,13 +31,13 @@ from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._world import Outcome, World
 from zfun.errors import OptionError, check_process
-from zfun.options import ANY, FUNCTION, integer, takes
+from zfun.options import ANY, integer, takes
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
-@takes(n=integer(1), fn=FUNCTION, args=ANY)
+@takes(n=integer(1), args=ANY)
 def simulate(
     n: int,
     fn: Callable[Concatenate[Group, _Params], _Result],

@@ -53,7 +53,6 @@ def _is_torch_group(x: object) -> bool:
     axis=TEXT | None,
     timeout_s=SECONDS,
     shared_memory=BOOL | None,
-    debug=BOOL,
 )
 def process_group(
     group: dist.ProcessGroup | DeviceMesh | None = None,

@@ -21,7 +21,7 @@ from zfun.collectives._agree import barrier
 from zfun.collectives._group import Group
 from zfun.collectives.launch._init import process_group
 from zfun.errors import OptionError, PeerLost, check_process
-from zfun.options import ANY, BOOL, FUNCTION, SECONDS, instance, integer, number, takes
+from zfun.options import ANY, BOOL, SECONDS, instance, integer, number, takes
 
 if TYPE_CHECKING:  # not every system has fork servers
     from multiprocessing.context import (
@@ -37,7 +37,6 @@ _Result = TypeVar("_Result")
 
 @takes(
     n=integer(1),
-    fn=FUNCTION,
     args=ANY,
     timeout_s=SECONDS,
     collective_timeout_s=SECONDS | None,

@@ -21,21 +21,13 @@ from zfun.collectives import (
 )
 from zfun.errors import PlacementError
 from zfun.flat import FLAT, Flat, call_site, own_pieces
-from zfun.options import ANY, BOOL, GROUP, TEXT, instance, takes
+from zfun.options import ANY, instance, takes
 from zfun.placement import P, Placement, R, S
 from zfun.transforms.values._communicate import communicate
 
 
 @ops.uncompiled
-@takes(
-    value=ANY,
-    placement=instance(Placement, "a placement", "zf.R"),
-    group=GROUP,
-    name=TEXT,
-    donate=BOOL,
-    zero_copy=BOOL,
-    into=FLAT | None,
-)
+@takes(value=ANY, placement=instance(Placement, "a placement", "zf.R"), into=FLAT | None)
 def redistribute(
     value: Flat,
     placement: Placement,

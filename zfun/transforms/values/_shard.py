@@ -11,7 +11,7 @@ from zfun.collectives import Group, allocate, check_shardable, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import Flat, own_pieces
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, LabelFn, Layout, place, split_by_label
-from zfun.options import ANY, GROUP, NAMES, OF_LEAVES, integer, one_of, takes
+from zfun.options import ANY, NAMES, OF_LEAVES, integer, one_of, takes
 from zfun.placement import Placement, PlacementRule, R, S, Sharded
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._redistribute import redistribute
@@ -24,7 +24,6 @@ INIT = one_of("check", "broadcast")
 @ops.uncompiled
 @takes(
     params=ANY,
-    group=GROUP,
     bucket_bytes=integer(1),
     persistence=integer(0),
     init=INIT,
@@ -101,7 +100,6 @@ def shard(
 @ops.uncompiled
 @takes(
     params=ANY,
-    group=GROUP,
     bucket_bytes=integer(1),
     init=INIT,
     labels=OF_LEAVES | None,
