@@ -26,12 +26,7 @@ from zfun.transforms._offload import (
 from zfun.transforms.call._reducer import MAX_IN_FLIGHT
 from zfun.transforms.call._trace import Event, Phase, Step, Trace, TracedBucket
 from zfun.transforms.grads._accumulate import accumulate, add_grads, scale_grads
-from zfun.transforms.grads._gradient import (
-    data_parallel,
-    scale_loss,
-    value_and_grad,
-    vjp,
-)
+from zfun.transforms.grads._gradient import data_parallel, scale_loss, value_and_grad, vjp
 from zfun.transforms.grads._gradient_function import GradientFunction
 from zfun.transforms.grads._pullback import Pullback
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads

@@ -37,12 +37,7 @@ from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
-from zfun.interop.engine._values import (
-    EngineBuffers,
-    carried,
-    deferred_values,
-    named_leaves,
-)
+from zfun.interop.engine._values import EngineBuffers, carried, deferred_values, named_leaves
 from zfun.placement import S
 from zfun.recipes import StepInfo, Zero
 from zfun.transforms import Tape
