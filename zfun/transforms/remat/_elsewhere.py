@@ -20,17 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, stores
-from zfun.collectives import (
-    AllGather,
-    Collective,
-    Group,
-    LeafRecord,
-    Stream,
-    Work,
-    check_same,
-    is_checked,
-)
+from zfun import collectives, ops, stores
+from zfun.collectives import AllGather, Collective, Group, LeafRecord, Stream, Work, is_checked
 from zfun.errors import SpecMismatch
 from zfun.stores import Store, Stored, has_queues
 from zfun.transforms.remat._vectors import VectorForm, form_of, tensor_of, vector_of
@@ -205,7 +196,7 @@ class Elsewhere:
             "input", f"{tensor.dtype} {tuple(tensor.shape)}", str(ops.fingerprint(tensor))
         )
         try:
-            check_same([entry], group, "activations")
+            collectives.check_same([entry], group, "activations")
         except SpecMismatch as error:
             raise SpecMismatch(
                 "shard_over takes ranks that hold the same activations, such as the ranks of a "

@@ -7,18 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zfun import ops, stores
-from zfun.collectives import (
-    AllGather,
-    AllReduce,
-    Group,
-    ReduceScatter,
-    axis_of,
-    check_shardable,
-    data_axes,
-    replica_group,
-    sum_group,
-)
+from zfun import collectives, ops, stores
+from zfun.collectives import AllGather, AllReduce, Group, ReduceScatter, data_axes, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import FLAT, Flat, call_site, own_pieces
 from zfun.options import ANY, instance, takes
@@ -112,7 +102,7 @@ def redistribute(
         return value.with_buffers(sums, S, group)
     if placement is P:
         # Of replicas only the first contributes to the sum.
-        replicas = replica_group(here)
+        replicas = collectives.replica_group(here)
         is_first = replicas is None or replicas.rank == 0
         return value.with_buffers(_embedded(value, is_first), P, group)
     if placement is R:
@@ -121,10 +111,10 @@ def redistribute(
             value, AllGather(), here, name, donate=donate, zero_copy=zero_copy, into=into
         )
         return value.with_buffers(whole, R, group)
-    if (across := replica_group(group)) is not None:
+    if (across := collectives.replica_group(group)) is not None:
         joined = communicate(value, AllGather(), across, name, donate=donate)
         return value.with_buffers(joined, S, group)
-    across = replica_group(here)
+    across = collectives.replica_group(here)
     assert across is not None
     pieces = (x.view(across.size, -1)[across.rank] for x in value.buffers)
     return value.with_buffers(pieces, S, group)
@@ -142,12 +132,13 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
             "value and shard it over the other group"
         )
     if placement is S:
-        check_shardable(group, "redistribute()")
+        collectives.check_shardable(group, "redistribute()")
         for slot in value.layout.buckets:
             slot.span(group.rank, group.size)
     elif placement is P and sum_group(group) is not group:
+        axis = collectives.axis_of(group)
         raise PlacementError(
-            f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh"
+            f"a value is partial over a whole mesh; got its {axis} axis; pass the mesh"
         )
 
 

@@ -20,18 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
-from zfun.collectives import (
-    Broadcast,
-    Collective,
-    Group,
-    LeafRecord,
-    Stream,
-    agreement_group,
-    allocate,
-    check_same,
-    global_ranks,
-)
+from zfun import collectives, ops, tree
+from zfun.collectives import Broadcast, Collective, Group, LeafRecord, Stream, global_ranks
 from zfun.errors import LeafError, ZfunError
 from zfun.flat import Flat
 from zfun.layout import FUSED_BYTES, Layout, LeafSlot
@@ -84,7 +74,7 @@ class Leaves:
                 "params)",
                 leaf=path,
             )
-        self._ranks = agreement_group(group)
+        self._ranks = collectives.agreement_group(group)
         self._sends = init == "broadcast" and self._ranks.size > 1
         self._compared_as = compared_as
         self._is_own = is_own
@@ -154,7 +144,7 @@ class Leaves:
                 records = [record for record in records if record.path != path]
                 records.append(LeafRecord(path, f"not made ({type(error).__name__}: {error})"))
             try:
-                check_same(records, self._ranks, "parameters")
+                collectives.check_same(records, self._ranks, "parameters")
             except ZfunError:
                 if self._failure is None:
                     raise
@@ -193,7 +183,7 @@ def target(
     if placement is not S:
         return Target(torch.zeros(slot.padded_numel, dtype=kind, device=layout.device), 0)
     start, stop = slot.span(group.rank, group.size)
-    return Target(allocate(group, stop - start, kind, layout.device).zero_(), start)
+    return Target(collectives.allocate(group, stop - start, kind, layout.device).zero_(), start)
 
 
 @torch.no_grad()
