@@ -221,14 +221,7 @@ def start_reduce_scatter_over(
 def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:
     """``P -> S``: start a sum over the mesh of a group, whose whole goes to one rank of the group.
 
-    Args:
-        group: a group, a mesh, or the inner axis of one.
-        call: gives name, part and stream.
-        x: 1-D.
-        rank: of ``group``, which receives the sum.
-
-    Returns:
-        The pending sum; of use on ``rank`` alone.
+    ``call`` gives name, part and stream. The result is of use on ``rank`` alone.
 
     Example:
         >>> import torch

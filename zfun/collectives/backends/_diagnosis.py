@@ -68,15 +68,8 @@ def diagnose(
 ) -> Verdict | None:
     """Say why the collectives that this rank waits for cannot complete, if the states tell.
 
-    Args:
-        rank: this rank.
-        own: the state of this rank.
-        peers: the published states of the other ranks.
-        certain: whether the states are the same as at the last look, so that ranks which wait for
-            each other will wait for ever.
-
-    Returns:
-        The verdict, or None if the others may only be slow.
+    ``certain`` says that the states are the same as at the last look, so that ranks which wait for
+    each other will wait for ever.
 
     Example:
         >>> own = Status((1, 0, 0), {"0": {"0": "all_gather 'a'"}}, ((0, 0),))

@@ -166,15 +166,7 @@ class Segment:
 class Peer:
     """The segment of another rank, mapped for reading, and whether its process lives.
 
-    Args:
-        fd: of the segment.
-        rank: of the peer.
-        size: the number of ranks.
-        connections: sockets that the peer's process holds open.
-        pid: the peer's process.
-
-    Raises:
-        OSError: the segment cannot be mapped, or is none.
+    The peer's process holds the sockets ``connections`` open.
     """
 
     def __init__(

@@ -15,11 +15,7 @@ from torch import Tensor
 def fma_into(out: Tensor, x: Tensor, y: Tensor | float, z: Tensor) -> None:
     """Write ``x y + z``, rounded once; ``out`` may be any of the others.
 
-    Args:
-        out: where it goes: float32 or float64, as are all tensors.
-        x: a factor.
-        y: the other; a number is rounded to the dtype first.
-        z: the summand.
+    Tensors are float32 or float64; a number is rounded to the dtype first.
 
     Example:
         >>> x, out = torch.tensor([1.0 + 2.0**-12]), torch.empty(1)

@@ -102,11 +102,8 @@ class WholeParams:
 class Executor:
     """Runs one call of a gradient function, forward and backward; see [Note: one call].
 
-    Args:
-        reducer: collects and reduces the gradients.
-
     Attributes:
-        reducer: as above.
+        reducer: collects and reduces the gradients.
         loss: the started sum of the loss over the ranks, or ``None``.
         tape: of a call whose backward passes the caller runs; see [Note: tapes].
     """
