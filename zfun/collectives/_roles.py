@@ -33,12 +33,7 @@ from zfun.options import TENSOR, takes
 
 @final
 class DataAxes(Wrapper):
-    """The ranks with batches of their own, beside model axes along which a norm adds up too.
-
-    Args:
-        group: the data axes.
-        model: the groups of the model axes.
-    """
+    """The data axes, with the groups of the model axes along which a norm adds up too."""
 
     def __init__(self, group: Group, model: Sequence[Group]) -> None:
         super().__init__(group)

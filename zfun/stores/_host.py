@@ -14,14 +14,7 @@ from zfun.stores._streams import QueuedCopies, QueuedCopy
 
 
 class _HostTensor(Stored):
-    """A tensor in host memory.
-
-    Args:
-        store: the store.
-        tensor: the tensor.
-        name: the part of the state.
-        copy: the copy into the tensor, if that is under way.
-    """
+    """A tensor in host memory, and the copy into it, if that is under way."""
 
     def __init__(
         self, store: HostStore, tensor: Tensor, name: str, copy: QueuedCopy | None = None

@@ -109,9 +109,7 @@ def diagnose(
 def different(index: int, *sides: tuple[int, str]) -> Verdict:
     """Return the verdict on two ranks that have started different collectives.
 
-    Args:
-        index: the number of the collective in its stream.
-        sides: for both ranks, the rank and the collective that the rank has started.
+    ``index`` is the place in the stream; each side is a rank and its collective.
     """
     (low, low_text), (high, high_text) = sorted(sides)
     return Verdict(

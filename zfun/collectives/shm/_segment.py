@@ -39,10 +39,6 @@ _ALIGNED_BYTES = 4 * HUGE_PAGE
 class Segment:
     """The memory that this rank writes, and its allocator: first fit over a list of free pieces.
 
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-
     Attributes:
         fd: the descriptor that peers map.
         reserved: bytes that the system has set aside.

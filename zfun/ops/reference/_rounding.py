@@ -40,9 +40,7 @@ def fma_into(out: Tensor, x: Tensor, y: Tensor | float, z: Tensor) -> None:
 def root_into(out: Tensor, x: Tensor) -> None:
     """Write the nearest square root; torch's own on CPUs is off by a place now and then.
 
-    Args:
-        out: where it goes: float32 or float64.
-        x: not negative, of the same dtype.
+    ``x`` is not negative, and of the dtype of ``out``: float32 or float64.
     """
     if x.device.type != "cpu":
         torch.sqrt(x, out=out)

@@ -52,11 +52,7 @@ class Stays:
 class MovedVector:
     """A tensor that is kept elsewhere, as a vector or as this rank's part of the vector.
 
-    Args:
-        memory: the vector.
-        tensor: the tensor, of which form and device are noted.
-        numel: elements of the whole vector.
-        place: the number of the tensor in its block.
+    ``numel`` counts the whole vector; ``place`` is the number of the tensor in its block.
     """
 
     __slots__ = (
@@ -95,12 +91,9 @@ class MovedVector:
 class Elsewhere:
     """A place for the tensors of one call of a block; see [Note: reads of activations].
 
-    Args:
-        store: the store; ``None`` for the current device.
-        shard_over: the ranks that keep one part each; ``None`` for the whole on every rank.
-        agreed: dtypes and shapes for which the ranks have been compared.
-        runs_again: whether backward runs the block again.
-        name: of the block, for errors.
+    Without a store tensors stay on the device. The ranks of ``shard_over`` keep one part each, and
+    have compared the dtypes and shapes in ``agreed``. ``runs_again`` says that backward runs the
+    block again.
     """
 
     def __init__(
