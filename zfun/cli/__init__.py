@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from zfun import __version__
 from zfun.cli import _ckpt, _commands
 from zfun.errors import ZfunError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["main"]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
+from zfun import sources
 from zfun.cli._parsing import add_command, address, positive, size
-
-if TYPE_CHECKING:
-    import argparse
-
-    from zfun import sources
 
 _VERIFY = """\
 Compares every byte of a checkpoint with its hash, and prints each part that differs, with the file,

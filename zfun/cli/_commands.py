@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zfun.cli._parsing import add_command, add_count, add_folder, positive, size
-
-if TYPE_CHECKING:
-    import argparse
 
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
