@@ -170,20 +170,14 @@ def _elements(value: Tensor | Deferred) -> Tensor:
     return (torch.view_as_real(leaf) if leaf.is_complex() else leaf).contiguous().reshape(-1)
 
 
-def target(
-    layout: Layout,
-    bucket: int,
-    placement: Placement,
-    group: Group,
-    dtype: torch.dtype | None = None,
-) -> Target:
+def target(layout: Layout, bucket: int, placement: Placement, group: Group) -> Target:
     """Return a zeroed buffer of this rank for a bucket: the shard under ``S``, else the whole."""
     slot = layout.buckets[bucket]
-    kind = slot.dtype if dtype is None else dtype
     if placement is not S:
-        return Target(torch.zeros(slot.padded_numel, dtype=kind, device=layout.device), 0)
+        return Target(torch.zeros(slot.padded_numel, dtype=slot.dtype, device=layout.device), 0)
     start, stop = slot.span(group.rank, group.size)
-    return Target(collectives.allocate(group, stop - start, kind, layout.device).zero_(), start)
+    own = collectives.allocate(group, stop - start, slot.dtype, layout.device)
+    return Target(own.zero_(), start)
 
 
 @torch.no_grad()
