@@ -11,8 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from torch import Tensor
@@ -297,12 +296,7 @@ class Mesh(Group):
         for axis in self.axes:
             axis.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for axis in self.axes:
             axis.__exit__(kind, error, trace)
 
