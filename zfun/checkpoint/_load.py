@@ -34,7 +34,7 @@ from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.objects import files_of
-from zfun.options import BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
+from zfun.options import BOOL, FUNCTION, PATH, instance, integer, takes
 
 # How often a load looks again while a writer publishes and removes checkpoints.
 _ATTEMPTS = 20
@@ -63,7 +63,6 @@ class Loaded(NamedTuple):
 @takes(
     path=PATH,
     step=integer(0) | None,
-    group=GROUP | None,
     reset=FUNCTION | None,
     rng=instance(dict, "a dict of random generators", "{'augment': generator}") | BOOL | None,
     files=FILES,

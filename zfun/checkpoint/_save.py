@@ -30,7 +30,7 @@ from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.flat import Flat
 from zfun.objects import files_of
-from zfun.options import FUNCTION, GROUP, PATH, SECONDS, Kind, instance, integer, one_of, takes
+from zfun.options import PATH, SECONDS, Kind, instance, integer, one_of, takes
 from zfun.stores import Stored
 
 _CHUNK = Kind(
@@ -49,10 +49,8 @@ def has_buffers(path: str) -> bool:
 @takes(
     path=PATH,
     step=integer(0, 10**18 - 1) | None,
-    group=GROUP | None,
     keep=integer(1) | None,
     rng=instance(dict, "a dict of random generators", "{'augment': generator}") | None,
-    by_rank=FUNCTION | None,
     checksum=one_of("xxh64", "sha256"),
     chunk_bytes=_CHUNK,
     timeout_s=SECONDS,

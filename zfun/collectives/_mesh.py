@@ -35,7 +35,7 @@ from zfun.collectives._ops import (
 )
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
-from zfun.options import GROUP, takes
+from zfun.options import takes
 
 
 @final
@@ -162,7 +162,7 @@ class NamedMesh:
         return f"<mesh: {sizes}, this rank at {here}>"
 
 
-@takes(whole=GROUP | None)
+@takes()
 class Mesh(Group):
     """A group of several axes; :func:`mesh` and :func:`split` make one.
 

@@ -28,7 +28,7 @@ from zfun.collectives._mesh import Hybrid, Mesh
 from zfun.collectives._ops import CALL, Collective, Reduce, ReduceScatter
 from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
-from zfun.options import TENSOR, takes
+from zfun.options import takes
 
 
 @final
@@ -174,7 +174,7 @@ def check_shardable(group: Group, what: str) -> None:
         )
 
 
-@takes(call=CALL, out=TENSOR | None)
+@takes(call=CALL)
 def start_reduce_scatter_over(
     group: Group, call: Collective, x: Tensor, out: Tensor | None = None
 ) -> Work:

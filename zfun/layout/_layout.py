@@ -16,7 +16,7 @@ from zfun.errors import LeafError
 from zfun.layout._leaves import alias_sets, check_leaf
 from zfun.layout._slots import ALIGNMENT, BucketSlot, Layout, LeafSlot, aligned
 from zfun.layout._units import DEFAULT_BUCKET_BYTES, FUSED_BYTES, bucket_cuts, units_of
-from zfun.options import DTYPE, NAMES, integer, takes
+from zfun.options import NAMES, integer, takes
 
 # Shards of large buckets are whole pages, so that ranks of one host share a bucket without a copy.
 _PAGE_BYTES = 4096
@@ -46,13 +46,7 @@ class _TreeKey(NamedTuple):
     device: torch.device
 
 
-@takes(
-    size=integer(1),
-    bucket_bytes=integer(1),
-    persistence=integer(0),
-    order=NAMES | None,
-    dtype=DTYPE | None,
-)
+@takes(size=integer(1), bucket_bytes=integer(1), persistence=integer(0), order=NAMES | None)
 def layout_of(
     params: tree.Tree,
     size: int = 1,

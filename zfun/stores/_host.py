@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zfun.collectives import Work
-from zfun.options import BOOL, takes
+from zfun.options import takes
 from zfun.stores._base import Counts, Stored
 from zfun.stores._streams import QueuedCopies, QueuedCopy
 
@@ -91,7 +91,7 @@ class HostStore(Counts):
         return "host()"
 
 
-@takes(pin=BOOL | None)
+@takes()
 def host(*, pin: bool | None = None, log: bool = False) -> HostStore:
     """Make a store in host memory.
 
