@@ -44,7 +44,6 @@ from zfun.transforms.params._schedule_options import ScheduleOptions, secondary_
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.transforms.remat import Remat, remat
 from zfun.transforms.values._agreement import check_agreement
-from zfun.transforms.values._communicate import MAX_UNDER_WAY
 from zfun.transforms.values._describe import Description, describe
 from zfun.transforms.values._redistribute import redistribute
 from zfun.transforms.values._shard import replicate, shard
@@ -52,7 +51,6 @@ from zfun.transforms.values._unshard import gather, unshard
 
 __all__ = [
     "MAX_IN_FLIGHT",
-    "MAX_UNDER_WAY",
     "CastLoss",
     "Description",
     "Event",
