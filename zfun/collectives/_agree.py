@@ -15,12 +15,12 @@ from torch import Tensor
 from zfun.collectives._group import Group, global_ranks
 from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, Stream
 from zfun.errors import SpecMismatch
-from zfun.options import each, instance, takes
+from zfun.options import GROUP, TENSOR, TEXT, each, instance, takes
 
 _SHOWN = 3
 
 
-@takes()
+@takes(x=TENSOR, group=GROUP, name=TEXT)
 def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
     """Gather a small tensor of any shape from every rank.
 
@@ -41,7 +41,7 @@ def gather_values(x: Tensor, group: Group, name: str) -> Tensor:
     return _sent(x, group, name, AllGather()).view(group.size, *x.shape)
 
 
-@takes()
+@takes(x=TENSOR, group=GROUP, name=TEXT)
 def exchange_values(x: Tensor, group: Group, name: str) -> Tensor:
     """Exchange rows: row j of rank i becomes row i of rank j.
 
@@ -72,7 +72,7 @@ def gather_json(value: Any, group: Group, name: str) -> list[Any]:
     return [json.loads(row.numpy().tobytes()) for row in gather_values(padded, group, name)]
 
 
-@takes()
+@takes(group=GROUP)
 def barrier(group: Group) -> None:
     """Return when every rank has called this function.
 
@@ -121,7 +121,10 @@ class LeafRecord:
         instance(LeafRecord, "a LeafRecord", "LeafRecord('w', '(2,)')"),
         "a sequence of LeafRecords",
         "[LeafRecord('w', '(2,)')]",
-    )
+    ),
+    group=GROUP,
+    what=TEXT,
+    kind=TEXT,
 )
 def check_same(
     entries: Sequence[LeafRecord], group: Group, what: str, *, kind: str = "leaf"

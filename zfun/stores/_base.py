@@ -17,7 +17,7 @@ from zfun import tree
 from zfun.collectives import Work
 from zfun.errors import OffloadError, OptionError
 from zfun.flat import FLAT, Flat
-from zfun.options import FRACTION, STORE, TEXT, instance, integer, takes
+from zfun.options import ANY, FRACTION, FUNCTION, STORE, TEXT, instance, integer, takes
 
 # Hears of each tensor that is put on a disk, or read from there.
 _LISTENER: ContextVar[Callable[[str, Any], None] | None] = ContextVar("listener", default=None)
@@ -127,7 +127,7 @@ class Stored(abc.ABC):
         return f"Stored({self.name}, {self.shape.numel()} x {self.dtype}, {self.store!r})"
 
 
-@takes()
+@takes(listener=FUNCTION)
 @contextlib.contextmanager
 def on_disk(listener: Callable[[str, Any], None]) -> Iterator[None]:
     """Call ``listener("put" or "get", handle)`` for each transfer of this thread to or from a disk.
@@ -209,7 +209,7 @@ class locating:  # noqa: N801, a context, which is called like a function
             error.step = self.step if error.step is None else error.step
 
 
-@takes()
+@takes(fn=FUNCTION, value=ANY)
 def located(fn: Callable[[Any], Any], value: tree.Tree) -> tree.Tree:
     """Map the leaves of a tree; an :class:`OffloadError` of ``fn`` gets the path of the leaf.
 
@@ -240,7 +240,7 @@ def _label(value: tree.Tree, position: int) -> str:
     return tree.paths(value)[position]
 
 
-@takes()
+@takes(value=ANY)
 def flush(value: tree.Tree) -> None:
     """Wait until stores keep all tensors of a tree.
 
@@ -257,13 +257,13 @@ def flush(value: tree.Tree) -> None:
     located(lambda leaf: leaf.flush() if isinstance(leaf, Stored) else None, value)
 
 
-@takes(device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
+@takes(value=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
 def fetch(value: Any, device: torch.device) -> Tensor:
     """Return a tensor unchanged, or fetch the tensor of a handle to ``device``."""
     return finished(start_read(value, device))
 
 
-@takes(device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
+@takes(buffer=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))
 def start_read(buffer: Any, device: torch.device) -> Work | Tensor:
     """Return a tensor unchanged, or start to fetch the tensor of a handle to ``device``.
 
