@@ -82,6 +82,7 @@ lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyrefly check
 	$(BIN)/mypy examples
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
