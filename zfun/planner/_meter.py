@@ -86,6 +86,11 @@ class Meter(TorchDispatchMode):
         self.listeners: list[Callable[[Any, Any, Any, Any], object]] = []
         self._context = contextlib.ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch wraps the dispatch of a mode for its compiler, which costs as much as the dispatch.
+        return False
+
     def __enter__(self) -> Self:
         self._context.enter_context(torch.no_grad())
         self._context.enter_context(on_disk(self._on_disk))
