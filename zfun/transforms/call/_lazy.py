@@ -242,7 +242,10 @@ def _loaded(values: Iterable[Any]) -> list[Any]:
     for value in values:
         kind = type(value)
         if kind is LazyLeaf:
-            value = tensor_of(value)
+            # Most leaves are ready, and so the call of tensor_of() is left out for those.
+            ready = value.source.ready
+            is_here = ready is not None and value.source.thread == threading.get_ident()
+            value = ready[value.place] if is_here else tensor_of(value)
         elif kind is tuple:
             value = tuple(_loaded(value))
         elif kind is list:
@@ -287,8 +290,12 @@ def tensor_of(leaf: LazyLeaf) -> Tensor:
     if torch.is_inference_mode_enabled():
         with outside_inference_mode():
             return tensor_of(leaf)
-    with loading():
+    # Without loading(), because the context of a generator takes longer.
+    token = _loading.set(True)
+    try:
         return source.load(leaf)
+    finally:
+        _loading.reset(token)
 
 
 @contextlib.contextmanager
