@@ -206,7 +206,9 @@ class NativeGroup(ProcessGroup):
         goes_over_host = is_of_host and self._has_met
         self._has_met |= is_of_host
         device = x.device if goes_over_host else self._device
-        sent = x.detach().resolve_conj().resolve_neg().to(device)
+        sent = x.detach()
+        if sent.is_conj() or sent.is_neg() or sent.device != device:
+            sent = sent.resolve_conj().resolve_neg().to(device)
         received = (
             out.detach()
             if out is not None and out.device == device
