@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import tree
 from zfun.errors import SpecMismatch
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
 from zfun.placement import R, S
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._state import ZeroState
-from zfun.stores import Stored
+from zfun.stores import stored
 from zfun.transforms import check_state, kind_of_state
 
 _PARTS = ("params", "frozen", "opt_state", "buffers")
@@ -37,7 +36,7 @@ class KnownStates:
     def check(self, state: ZeroState) -> None:
         """Raise :class:`SpecMismatch` if the state was made with other options."""
         recipe, params, frozen = self._recipe, state.params, state.frozen
-        stored = [part for part in _PARTS if _is_stored(getattr(state, part))]
+        offloaded = [part for part in _PARTS if stored(getattr(state, part))]
         kind = (
             params.placement,
             params.layout,
@@ -45,7 +44,7 @@ class KnownStates:
             state.loss_scale is None,
             None if state.buffers is None else state.buffers.layout,
             kind_of_state(state.opt_state),
-            stored,
+            offloaded,
         )
         if kind == self._last:
             return
@@ -58,7 +57,7 @@ class KnownStates:
                 f"have {placed!r}; make a state with init() of this zero(), from params(state) of "
                 "the other"
             )
-        _check_places(recipe, state, stored)
+        _check_places(recipe, state, offloaded)
         _check_buffers(recipe, state)
         self._check_trained(state)
         _check_precision(recipe, state)
@@ -92,17 +91,17 @@ class KnownStates:
                 )
 
 
-def _check_places(recipe: ZeroOptions, state: ZeroState, stored: list[str]) -> None:
+def _check_places(recipe: ZeroOptions, state: ZeroState, offloaded: list[str]) -> None:
     offload = recipe.offload
     stores = {"params": offload.params, "frozen": offload.params, "opt_state": offload.optimizer}
-    for part in stored:
+    for part in offloaded:
         if stores.get(part) is None:
             raise SpecMismatch(
                 f"state and step have one place for each part; got a state with {part} in a "
                 f"store for a step that keeps {part} on the device; bring the state back "
                 "with zf.stores.reload(state, store), or pass the offload= of the state"
             )
-    if offload.params is not None and "params" not in stored and state.params.buffers:
+    if offload.params is not None and "params" not in offloaded and state.params.buffers:
         raise SpecMismatch(
             "state and step have one place for each part; got a state with params on the "
             "device for a step that keeps params in a store; move the parts with "
@@ -150,10 +149,6 @@ def _mismatch(part: str, words: str, option: str, leaf: str | None = None) -> Sp
         f"zero(), or pass the {option}= of the state",
         leaf=leaf,
     )
-
-
-def _is_stored(part: Any) -> bool:
-    return any(isinstance(leaf, Stored) for leaf in tree.leaves(part))
 
 
 def _trained_leaves(trained: Flat, frozen: Flat | None) -> dict[str, bool]:
