@@ -53,6 +53,16 @@ class LeafSlot:
     spread: tuple[Cut | Held | None, ...] = ()
 
 
+def logical_path(slot: LeafSlot) -> str:
+    """Return the path of the first of the leaves that are tied to this one, on any rank.
+
+    Ranks of a model axis may have a tied leaf under different paths. Whatever is said by path, such
+    as a label or a number of steps, goes by this one, so that all copies take the same steps.
+    """
+    ties = (kind.tied_to for kind in slot.spread if isinstance(kind, Held) and kind.tied_to)
+    return next(ties, slot.path)
+
+
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
     """One flat buffer.

@@ -240,6 +240,77 @@ def test_steps_that_stages_have_missed_are_saved(tmp_path: Path) -> None:
         assert_same_bits(found, expected)
 
 
+class TiedStages:
+    """Two stages with one tensor, ``0.embed`` and ``1.head``; alone, or each on a rank.
+
+    Without ``used`` in the batch a step leaves this tensor out.
+    """
+
+    fns = (
+        lambda params, batch: batch["x"] @ (params["embed"] if batch["used"] else params["own"]),
+        lambda params, x, batch: (
+            (x @ (params["head"].T if batch["used"] else params["own"])).square().mean()
+        ),
+    )
+
+    @staticmethod
+    def params() -> Any:
+        tied = torch.linspace(0.1, 1.0, 16).view(4, 4)
+        return [{"embed": tied, "own": torch.eye(4)}, {"head": tied, "own": torch.eye(4) + 0.1}]
+
+    @classmethod
+    def whole(cls, params: Any, batch: Any) -> Any:
+        return cls.fns[1](params[1], cls.fns[0](params[0], batch), batch)
+
+    @classmethod
+    def steps(cls, group: zf.Group, used: str, path: Path | None = None, **options: Any) -> Any:
+        """Take a step for each letter of ``used``; return the whole parameters and the state."""
+        mesh = zf.mesh(group, pp=group.size, dp=1)
+        micro: dict[str, Any] = {"num_micro_batches": 2} if group.size == 1 else {}
+        loss = cls.whole if micro else zf.pipeline(cls.fns, mesh["pp"], num_micro_batches=2)
+        optimizer = options.pop("optimizer", optim.adamw(0.1))
+        z = zf.zero(1, loss, optimizer, mesh["dp"], **micro, **options)
+        state = z.init(cls.params())
+        state = state if path is None else zf.load(path, state).state
+        for index, letter in enumerate(used):
+            x = torch.linspace(0.0, 1.0, 16).view(4, 4) + index
+            state, _ = z.step(state, {"x": x, "used": letter == "u"})
+        return z.params(state), state, z
+
+
+def copies(state: Any, group: zf.Group) -> Any:
+    """Return this rank's own copy of the tied tensor."""
+    return zf.unshard(state.params)[group.rank]["head" if group.rank else "embed"]
+
+
+LABELLED = {
+    "by_label": lambda by: optim.by_label(
+        {"decays": optim.adamw(0.1, weight_decay=0.5), "rest": optim.adamw(0.1)},
+        lambda path, leaf: "decays" if by(path) else "rest",
+    ),
+    "mask": lambda by: optim.chain(
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.5, mask=lambda path, leaf: by(path)),
+        optim.scale(-0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+@pytest.mark.parametrize("decayed", ["embed", "head"])
+def test_copies_of_a_tied_leaf_have_the_label_of_its_first_path(kind: str, decayed: str) -> None:
+    optimizer = LABELLED[kind](lambda path: decayed in path)
+
+    def main(group: zf.Group) -> Any:
+        whole, state, _ = TiedStages.steps(group, "uuu", optimizer=optimizer)
+        return whole, copies(state, group)
+
+    (expected, _), *_ = zf.simulate(1, main)
+    for whole, copy in zf.simulate(2, main):
+        torch.testing.assert_close(whole, expected)
+        assert torch.equal(copy, whole[0]["embed"])
+
+
 @pytest.mark.parametrize("rule", ["mean", "rank 0", "by rank"])
 def test_buffers_are_saved(rule: str, tmp_path: Path) -> None:
     """A whole buffer, and one of the rank that holds it."""
