@@ -139,7 +139,7 @@ class Loop:
             donate=recipe.donate,
             in_backward=recipe.stage >= 2 and not terms and is_whole and scale == 1.0,
             stores_grads=recipe.offload.grads is not None,
-            missed=state.missed.counts if recipe.leaves_out else {},
+            missed=state.missed.of(state.params.layout.leaves) if recipe.leaves_out else {},
         )
         begun = hook.update
         if is_whole and isinstance(batch, MicroBatches):
