@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -27,9 +27,10 @@ from zfun.recipes._compose import gradient_of
 from zfun.recipes._known import KnownStates
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._precision import whole_tree
-from zfun.recipes._start import first_values, local_tree
+from zfun.recipes._start import first_values, local_tree, role_of
 from zfun.recipes._state import StepInfo, Zero, ZeroState
-from zfun.recipes._update import scale_of, split, takes_terms, updated
+from zfun.recipes._update import scale_of, takes_terms, updated
+from zfun.reductions import BufferRule
 from zfun.transforms import (
     GradientFunction,
     MicroBatches,
@@ -95,13 +96,20 @@ class Loop:
         recipe = self.recipe
         check_order(recipe.order, params)
         params = whole_tree(params)
-        axes = model_axes(recipe.loss_fn)
-        if axes:
+        logical, role, rule = params, role_of(recipe), recipe.buffers
+        if axes := model_axes(recipe.loss_fn):
             self.local = local = local_tree(recipe, params, axes, init)
             params = local.params
-        check_same_options(recipe, params)
-        written, params = split(params, recipe.buffers)
-        trained, frozen, opt_state = first_values(recipe, params, init, self.local)
+            # Of the logical leaves, because ranks may hold other parts, or ties under other paths.
+            role = lambda path, leaf: local.roles[path]
+            rule = None if rule is None else functools.partial(_asked, rule, local.specs)
+        check_same_options(recipe, logical)
+        if recipe.buffers is None:
+            written = None
+        else:
+            is_buffer = lambda path, leaf: role(path, leaf) == "buffer"
+            written, params = tree.partition(params, is_buffer)
+        trained, frozen, opt_state = first_values(recipe, params, role, init, self.local)
         self.known.made(trained, frozen)
         return ZeroState(
             trained,
@@ -113,7 +121,7 @@ class Loop:
             buffers=place_buffers(
                 written,
                 recipe.group,
-                recipe.buffers,
+                rule,
                 init,
                 None if self.local is None else self.local.placed,
             ),
@@ -198,7 +206,9 @@ class Loop:
             )
         chosen = select if select is None or local is None else local.selects(select)
         found = tree.combine(*(unshard(part, chosen) for part in parts if part is not None))
-        return found if local is None else local.logical(found)
+        if local is None:
+            return found
+        return local.logical(found) if select is None else local.logical(found, select)
 
     def vjp(
         self, fn: Callable[..., Any], state: ZeroState, batch: Any, buffers: Flat | None = None
@@ -264,6 +274,11 @@ class Loop:
                 raise
 
         return ops.uncompiled(run)
+
+
+def _asked(rule: BufferRule, specs: Mapping[str, Tensor], path: str, leaf: Any) -> str | None:
+    """Ask a rule about the logical leaf of a path."""
+    return rule(path, specs[path])
 
 
 def _with_micro_batches(recipe: ZeroOptions) -> ZeroOptions:

@@ -16,9 +16,8 @@ from zfun.layout import LeafSlot, logical_path
 from zfun.placement import P, Placement, R
 from zfun.recipes._checks import check_used, first_bad_leaf
 from zfun.recipes._options import ZeroOptions
-from zfun.recipes._start import of_specs
 from zfun.recipes._state import StepInfo, ZeroState
-from zfun.reductions import BufferRule, merge_buffers, norm_and_counts
+from zfun.reductions import merge_buffers, norm_and_counts
 from zfun.transforms import apply
 from zfun.transforms.optimizer._apply import apply_spending, finish
 from zfun.transforms.optimizer._placing import deliver
@@ -115,14 +114,6 @@ def _bad_leaf(recipe: ZeroOptions, state: ZeroState, grads: Flat) -> str | None:
 def scale_of(state: ZeroState) -> float:
     """Return the factor of the loss in backward."""
     return 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
-
-
-def split(params: tree.Tree, rule: BufferRule | None) -> tuple[tree.Tree, tree.Tree]:
-    """Split the buffers from the parameters."""
-    if rule is None:
-        return None, params
-    is_buffer = of_specs(rule)
-    return tree.partition(params, lambda path, leaf: is_buffer(path, leaf) is not None)
 
 
 def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:

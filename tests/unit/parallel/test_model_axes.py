@@ -369,22 +369,95 @@ def test_buffers_are_saved(rule: str, tmp_path: Path) -> None:
     assert zf.simulate(4, main) == [([2.0, 2.0], [2.0, 2.0])] * 4
 
 
-def test_tied_leaves_are_trained_together() -> None:
+def trained(group: zf.Group, whole: Any, rule: Any, select: Any = None, **options: Any) -> Any:
+    """Take two steps, over a model axis if there is a rule; return parameters, all or some."""
+    if rule is None:
+        z = zf.zero(2, loss_fn, options.pop("optimizer", optim.adamw(0.1)), group, **options)
+    else:
+        z, _ = zero_of(group, rule=rule, **options)
+    state = z.init(whole)
+    for step in range(2):
+        state, _ = z.step(state, torch.tensor(0.5 + step))
+    return z.params(state), z.params(state, select or (lambda path, leaf: True))
+
+
+@pytest.mark.parametrize("chosen", ["a", "b"])
+@pytest.mark.parametrize("kind", ["trainable", "buffers"])
+@pytest.mark.parametrize(
+    "rule", [{}, {"a": Cut(0), "b": Cut(0)}, {"a": Held((0,)), "b": Held((1,))}]
+)
+def test_leaves_are_tied_within_one_part_of_the_state(rule: Any, kind: str, chosen: str) -> None:
+    """One that is trained and one that is not have their own values, as in one process."""
+    rules: dict[str, Any] = {
+        "trainable": lambda path, leaf: path == chosen,
+        "buffers": lambda path, leaf: "mean" if path == chosen else None,
+    }
+
+    def main(group: zf.Group, rule: Any) -> Any:
+        tied = torch.linspace(0.0, 1.0, 8).view(4, 2)
+        return trained(group, {"a": tied, "b": tied}, rule, **{kind: rules[kind]})
+
+    expected = zf.simulate(1, main, None)[0]
+    assert not torch.equal(expected[0]["a"], expected[0]["b"])
+    assert_same_bits(zf.simulate(2, main, rule), [expected] * 2)
+
+
+@pytest.mark.parametrize("chosen", ["a", "b"])
+@pytest.mark.parametrize("rule", [{}, {"a": Held((0,)), "b": Held((1,))}])
+def test_one_of_two_tied_leaves_is_selected(rule: Any, chosen: str) -> None:
+    def main(group: zf.Group, rule: Any) -> Any:
+        z = zf.zero(2, loss_fn, optim.sgd(0.1), group)
+        if rule is not None:
+            z, _ = zero_of(group, rule=rule)
+        tied = torch.ones(2)
+        found = z.params(z.init({"a": tied, "b": tied}), lambda path, leaf: path == chosen)
+        return [path for path, leaf in found.items() if leaf is not None]
+
+    assert zf.simulate(1, main, None) + zf.simulate(2, main, rule) == [[chosen]] * 3
+
+
+BY_LEAF: dict[str, Any] = {
+    "labels": {
+        "optimizer": optim.by_label(
+            {"large": optim.sgd(0.1), "small": optim.sgd(0.01)},
+            lambda path, leaf: "large" if leaf.numel() > 12 else "small",
+        )
+    },
+    "mask": {
+        "optimizer": optim.chain(
+            optim.add_decayed_weights(0.5, mask=lambda path, leaf: leaf.shape[0] > 4),
+            optim.scale(-0.1),
+        )
+    },
+    "trainable": {"trainable": lambda path, leaf: leaf.numel() > 12},
+    "requires_grad": {"trainable": lambda path, leaf: leaf.requires_grad},
+    "buffers": {"buffers": lambda path, leaf: "mean" if leaf.numel() > 12 else None},
+    "select": {"select": lambda path, leaf: leaf.numel() > 12},
+}
+
+
+@pytest.mark.parametrize("name", BY_LEAF)
+def test_functions_of_leaves_get_those_of_the_logical_tree(name: str) -> None:
+    """A rank has 12 of the 24 elements of a leaf that is cut."""
+
+    def main(group: zf.Group, rule: Any) -> Any:
+        whole = params()
+        whole["down"].requires_grad_()
+        return trained(group, whole, rule, **BY_LEAF[name])
+
+    assert_same_bits(zf.simulate(2, main, RULES), zf.simulate(1, main, None) * 2)
+
+
+@pytest.mark.parametrize("path", ["up", "first"])
+def test_values_of_each_rank_are_whole(path: str) -> None:
+    """Also ranks without the leaf raise, and no rank waits."""
+
     def main(group: zf.Group) -> None:
-        rule = {"a": Held((0,)), "b": Held((1,))}
-        z, _ = zero_of(group, rule=rule, trainable=lambda path, leaf: path == "a")
-        weight = torch.ones(4, 2)
-        z.init({"a": weight, "b": weight})
+        z, _ = zero_of(group, buffers=lambda name, leaf: "by rank" if name == path else None)
+        with pytest.raises(OptionError, match=f"is whole on every rank; got .* spread .* '{path}'"):
+            z.init(params())
 
-    refused("chooses one of 'a' and 'b'", OptionError, main)
-
-
-def test_values_of_each_rank_are_whole() -> None:
-    def main(group: zf.Group) -> None:
-        z, _ = zero_of(group, buffers=lambda path, leaf: "by rank" if path == "up" else None)
-        z.init(params())
-
-    refused("is whole on every rank; got one that is spread .* 'up'", OptionError, main)
+    zf.simulate(2, main)
 
 
 def test_masters_of_parts_load_into_a_run_without_masters(tmp_path: Path) -> None:
