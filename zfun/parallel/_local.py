@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -155,6 +156,11 @@ class LocalTree:
         whole = tuple(self.specs[slot.path].shape) if is_cut else ()
         return dataclasses.replace(slot, spread=spread, whole=whole)
 
+    def asks(self, rule: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+        """Return a rule for leaves of this rank, from one for logical leaves."""
+        # Without the leaves themselves, because layouts are kept by their rules.
+        return functools.partial(_asked, rule, self._first, self.specs)
+
     def selects(self, select: Callable[[str, Any], bool]) -> Callable[[str, Any], bool]:
         """Return a choice of local leaves, from one of logical leaves; tied ones come together."""
         ties: dict[str, list[str]] = {}
@@ -213,6 +219,16 @@ class LocalTree:
             mine = mine if leaf is None else leaf.contiguous()
             found[path] = broadcast(mine, group, holder, name="params", part=path)
         return found
+
+
+def _asked(
+    rule: Callable[[str, Any], Any],
+    firsts: Mapping[str, str],
+    specs: Mapping[str, Tensor],
+    path: str,
+    leaf: Any,
+) -> Any:
+    return rule(firsts[path], specs[firsts[path]])
 
 
 def _spread(path: str, leaf: Any, axes: Sequence[ModelAxis]) -> Spread:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -30,7 +30,6 @@ from zfun.recipes._precision import whole_tree
 from zfun.recipes._start import first_values, local_tree, role_of
 from zfun.recipes._state import StepInfo, Zero, ZeroState
 from zfun.recipes._update import scale_of, takes_terms, updated
-from zfun.reductions import BufferRule
 from zfun.transforms import (
     GradientFunction,
     MicroBatches,
@@ -102,7 +101,7 @@ class Loop:
             params = local.params
             # Of the logical leaves, because ranks may hold other parts, or ties under other paths.
             role = lambda path, leaf: local.roles[path]
-            rule = None if rule is None else functools.partial(_asked, rule, local.specs)
+            rule = None if rule is None else local.asks(rule)
         check_same_options(recipe, logical)
         if recipe.buffers is None:
             written = None
@@ -274,11 +273,6 @@ class Loop:
                 raise
 
         return ops.uncompiled(run)
-
-
-def _asked(rule: BufferRule, specs: Mapping[str, Tensor], path: str, leaf: Any) -> str | None:
-    """Ask a rule about the logical leaf of a path."""
-    return rule(path, specs[path])
 
 
 def _with_micro_batches(recipe: ZeroOptions) -> ZeroOptions:

@@ -16,7 +16,7 @@ from zfun.flat import Flat
 from zfun.layout import LabelFn, Layout, place, split_by_label
 from zfun.optim import Optimizer
 from zfun.parallel import LocalTree, ModelAxis
-from zfun.placement import Placement, R, S
+from zfun.placement import Placement, R, S, Sharded
 from zfun.recipes._options import ZeroOptions
 from zfun.reductions import checked_rule
 from zfun.sources.deferred import spec_of
@@ -130,6 +130,9 @@ def first_values(
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.
     compared_as = policy.param if policy.master is None else None
+    placement_rule = recipe.placement
+    if local is not None and not (placement_rule is None or isinstance(placement_rule, Sharded)):
+        placement_rule = local.asks(placement_rule)
 
     def layout_for(part: tree.Tree, labels: LabelFn | None) -> Layout:
         layout = check_agreement(
@@ -141,7 +144,7 @@ def first_values(
             values=init == "check",
             dtype=policy.param,
             compared_as=compared_as,
-            placement=recipe.placement,
+            placement=placement_rule,
         )
         layout = layout if local is None else local.placed(layout)
         layout = layout if labels is None else split_by_label(layout, labels)

@@ -315,6 +315,21 @@ def test_copies_of_a_tied_leaf_have_the_label_of_its_first_path(kind: str, decay
         assert torch.equal(copy, whole[0]["embed"])
 
 
+def test_rules_are_asked_for_the_first_path_of_tied_leaves() -> None:
+    def main(group: zf.Group) -> Any:
+        seen = set[str]()
+
+        def rule(path: str, leaf: torch.Tensor) -> Any:
+            seen.add(path)
+            return zf.S
+
+        optimizer = optim.by_label({"S": optim.sgd(0.1)}, lambda path, leaf: repr(rule(path, leaf)))
+        TiedStages.steps(group, "u", optimizer=optimizer, placement=rule)
+        return sorted(seen)
+
+    assert zf.simulate(2, main) == [["0.embed", "0.own"], ["0.embed", "1.own"]]
+
+
 def test_missed_steps_of_a_tied_leaf_count_under_its_first_path(tmp_path: Path) -> None:
     """A checkpoint of either form, with two missed steps, goes on in either."""
 
