@@ -120,12 +120,8 @@ def first_values(
 ) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
-    Args:
-        recipe: the options.
-        params: a tree of tensors and deferred leaves, without buffers.
-        role: whether a leaf is ``"trained"``.
-        init: ``"check"`` or ``"broadcast"``.
-        local: made the tree, if the loss goes over model axes.
+    The tree has no buffers; ``role`` says whether a leaf is ``"trained"``. ``local`` made the tree,
+    if the loss goes over model axes.
     """
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.
