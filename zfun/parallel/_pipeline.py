@@ -331,8 +331,8 @@ def pipeline(
     Raises:
         OptionError: stages that the axis or the schedule does not fit.
         LeafError: from ``init``, for a leaf of no stage.
-        SpecMismatch: from ``step``, for ranks with other plans, or a stage whose results change
-            their shapes.
+        SpecMismatch: from ``step``, for ranks with other plans or batches, or a stage whose results
+            change their shapes.
 
     Example:
         >>> import zfun as zf

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zfun.errors import SpecMismatch
 from zfun.flat import Flat
-from zfun.layout import LeafSlot
+from zfun.layout import logical_leaf
 from zfun.placement import R, S
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._state import ZeroState
@@ -113,7 +112,7 @@ def _check_buffers(recipe: ZeroOptions, state: ZeroState) -> None:
     rule, path = recipe.buffers, None
     if rule is not None:
         slots = state.params.layout.leaves
-        path = next((x.path for x in slots if rule(x.path, _meta(x)) is not None), None)
+        path = next((x.path for x in slots if rule(x.path, logical_leaf(x)) is not None), None)
     elif state.buffers is not None:
         path = state.buffers.layout.leaves[0].path
     if path is not None:
@@ -163,12 +162,8 @@ def _is_trained(
     """Ask ``trainable`` about a leaf of a state; where it cannot answer, believe the state."""
     flat = state.params if is_trained or state.frozen is None else state.frozen
     # The leaf may be sharded, so its metadata stands for it.
-    leaf = _meta(flat.layout.leaves[flat.layout.positions[flat.layout.paths.index(path)]])
+    leaf = logical_leaf(flat.layout.leaves[flat.layout.positions[flat.layout.paths.index(path)]])
     try:
         return bool(trainable(path, torch.nn.Parameter(leaf) if is_trained else leaf))
     except Exception:  # noqa: BLE001, the user's code may read numbers that are not there
         return is_trained
-
-
-def _meta(slot: LeafSlot) -> Tensor:
-    return torch.empty(slot.shape, dtype=slot.dtype, device="meta")

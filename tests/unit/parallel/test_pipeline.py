@@ -627,6 +627,31 @@ def test_a_number_that_changes_brings_no_form() -> None:
         assert later == [0, 0]
 
 
+def test_a_string_may_set_a_shape_and_a_number_may_not() -> None:
+    fns: list[Any] = [
+        lambda params, batch: batch["x"][:, : int(batch["length"])] * params["a"],
+        lambda params, x: (x * params["b"]).mean(),
+    ]
+
+    def main(group: zf.Group, kind: Any) -> Any:
+        loss: Any = lambda params, batch: fns[1](params[1], fns[0](params[0], batch))
+        options: dict[str, Any] = {"num_micro_batches": 2}
+        if group.size > 1:
+            loss, options = pipeline(fns, group, **options), {}
+        z = zf.zero(1, loss, optim.sgd(0.1), zf.collectives.single_group(), **options)
+        state = z.init([{"a": torch.ones(())}, {"b": torch.ones(())}])
+        losses = []
+        for length in (4, 3, 4):
+            x = torch.arange(16.0).view(4, 4)
+            state, info = z.step(state, {"x": x, "length": kind(length)})
+            losses.append(float(info.loss))
+        return losses
+
+    assert zf.simulate(2, main, str) == zf.simulate(1, main, str) * 2
+    with pytest.raises(SpecMismatch, match=r"write a number .* sets their shapes as a string"):
+        zf.simulate(2, main, int)
+
+
 def test_a_rank_without_trained_leaves_knows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Connected(Exception):
         pass
