@@ -1,0 +1,299 @@
+"""Expert parallelism: experts cut over the ranks of an axis, which have tokens of their own.
+
+[Note: tokens and their experts]
+A *row* is a token on its way to one of its experts. Rows are sorted by expert, in the order of the
+tokens, so that each rank's rows are neighbours and an expert meets tokens in one order. For 2 ranks
+with 2 experts each, and 2 tokens a, b and c, d that choose one expert each::
+
+    rank              0              1
+    tokens         a3  b0         c0  d2           the number is that of the expert
+    rows           b0  a3         c0  d2
+    received       b0  c0         a3  d2           sorted by source, then by expert
+
+Ranks first tell each other how many rows each expert gets from them: one gather of as many integers
+as there are experts. These are read by the host, because it allocates what arrives. No row is
+dropped, and none is added but one for a rank whose experts receive nothing, so that each rank
+computes and takes part in backward.
+
+[Note: experts and data ranks]
+The ranks of an expert axis are data ranks: each has a batch of its own. The mean of their losses is
+the loss of all of them. So the gradient of an expert is summed by the tokens that travel, and
+divided by the ranks of both axes; other leaves are whole on each rank, and their gradients are
+summed along the axis where backward makes them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zfun import collectives, ops, tree
+from zfun.collectives import Group, LeafRecord, axes_of, check_same, exchange_rows, gather_values
+from zfun.errors import OptionError, PlacementError
+from zfun.flat import Flat
+from zfun.options import FUNCTION, GROUP, NAMES, TENSOR, integer, takes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._tensor_leaf import Region, StyledLeaf
+from zfun.parallel._tensor_styles import TensorStyle
+from zfun.placement import Cut
+from zfun.transforms import WeightedMean
+from zfun.transforms.call._lazy import check_graph
+
+_NAME = "experts"
+EXPERTS = ("*.experts.*",)
+
+# Of leaves that all ranks have, and use on tokens of their own.
+_SHARED = TensorStyle("replicated_with_grad_allreduce")
+_use_count = Tensor._use_count  # pyrefly: ignore[missing-attribute]
+
+
+@takes(loss=FUNCTION, axis=GROUP, experts=NAMES)
+def expert_parallel(
+    loss: Callable[..., Any], axis: Group, experts: Sequence[str] = EXPERTS
+) -> ParallelLoss:
+    """Cut experts over the ranks of an axis, which have batches of their own.
+
+    Each rank holds ``1/size`` of the experts, and all of the other leaves::
+
+        rank                0          1
+        experts           E[:n]      E[n:]        cut along dim 0
+        router, others      W          W          gradients are summed over the ranks
+        batch               a          b
+
+    The loss calls :func:`dispatch` where tokens meet experts, as models of
+    :func:`zfun.interop.transformers.expert_parallel` do. It is averaged over the axis, so
+    :func:`zfun.zero` gets the other data axes alone, and each rank of both its own batch.
+
+    Args:
+        loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`, of a
+            tree whose leaves of experts are cut.
+        axis: the ranks that share the experts, such as ``mesh["ep"]``; of a mesh, another axis than
+            those of :func:`zfun.zero`.
+        experts: globs of the paths of leaves that have one row for each expert.
+
+    Returns:
+        A loss of this rank's leaves, equal on all ranks of the axis; :func:`zfun.zero` cuts the
+        whole tree for it. ``aux`` is that of this rank.
+
+    Raises:
+        OptionError: an axis along which the loss is cut already, or several axes; a pipeline; from
+            the returned loss, a glob that no leaf has.
+        LeafError: where leaves are cut: an axis that does not divide the experts.
+        PlacementError: from the returned loss: :func:`zfun.tensor_parallel` stands around it, and
+            not inside.
+        SpecMismatch: from the returned loss: ranks have different globs.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     mesh = zf.mesh(group, dp=1, ep=2)
+        ...     def loss(params, x):  # two experts, which scale tokens
+        ...         scale = lambda rows, ids: rows * params["scales"][ids, None]
+        ...         chosen, ones = (x > 2).long(), torch.ones_like(x)
+        ...         return dispatch(scale, x, chosen, ones, mesh["ep"], 2).sum()
+        ...     mean = expert_parallel(loss, mesh["ep"], ["scales"])
+        ...     zero = zf.zero(1, mean, zf.optim.sgd(1.0), mesh["dp"])
+        ...     state = zero.init({"scales": torch.tensor([1.0, 10.0])})
+        ...     state, info = zero.step(state, torch.tensor([[1.0], [3.0]]) + group.rank)
+        ...     return info.loss, zero.params(state)["scales"]
+        >>> zf.simulate(2, main)[0]
+        (tensor(36.5000), tensor([-0.5000,  6.5000]))
+
+    After Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic
+    Sharding" (2020).
+    """
+    outer = model_axes(loss)
+    check_experts(axis, axis.size)
+    if any(one.group is axis for one in outer):
+        raise OptionError(
+            "a loss is cut once along an axis; expert_parallel() got the axis of another transform "
+            f"of this loss, {axis!r}; name another axis of the mesh"
+        )
+    if hasattr(loss, "gradients"):
+        raise OptionError(
+            "expert_parallel() takes a loss of one rank's batch; got a pipeline, whose stages pass "
+            "activations on; use the expert axis without a pipeline"
+        )
+    globs = tuple(experts)
+
+    def rule(path: str, leaf: Any) -> Cut | None:
+        if not _is_expert(path, globs):
+            return None
+        Cut(0).check(path, leaf.shape, axis.size)
+        return Cut(0)
+
+    return ParallelLoss(_ExpertLoss(loss, axis, globs), (*outer, ModelAxis(axis, rule)))
+
+
+def _is_expert(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+
+class _ExpertLoss:
+    """The mean of a loss over an expert axis."""
+
+    def __init__(self, loss: Callable[..., Any], axis: Group, globs: tuple[str, ...]) -> None:
+        self.loss = self.__wrapped__ = loss
+        self.axis = axis
+        self.globs = globs
+        self._known: dict[tree.Spec, list[tuple[str, bool]]] = {}
+
+    @ops.uncompiled
+    def __call__(self, params: tree.Tree, *batch: Any) -> Any:
+        if isinstance(params, Flat):
+            raise PlacementError(
+                "expert_parallel() takes a loss of whole leaves; got sharded parameters; put "
+                "shard_params() around it: zf.shard_params(expert_parallel(loss, ...), group)"
+            )
+        leaves, spec = tree.flatten(params)
+        kinds = self._known.get(spec)
+        if kinds is None:
+            kinds = self._known[spec] = self._matched(tree.paths(params), leaves)
+        region = Region(self.axis, None)
+        shared: dict[int, StyledLeaf] = {}
+        for place, (leaf, (path, is_expert)) in enumerate(zip(leaves, kinds, strict=True)):
+            if not is_expert and isinstance(leaf, Tensor):
+                if id(leaf) not in shared:
+                    shared[id(leaf)] = StyledLeaf.over(leaf, path, _SHARED, region)
+                leaves[place] = shared[id(leaf)]
+        out = self.loss(tree.unflatten(spec, leaves), *batch)
+        # A graph holds a styled leaf only where an autograd.Function lost its gradient.
+        if max(map(_use_count, shared.values()), default=0) > 1:
+            check_graph(out)
+        return self._mean(out)
+
+    def _mean(self, out: Any) -> Any:
+        """Average the result of a loss over the axis; every rank's batch has its own share."""
+        if type(out) is tuple and len(out) == 2:
+            return self._mean(out[0]), out[1]
+        if isinstance(out, WeightedMean):
+            both = torch.stack([out.total, out.weight.to(out.total)])
+            return WeightedMean(*collectives.leave(both, self.axis, name="loss").unbind())
+        return collectives.leave(out / self.axis.size, self.axis, name="loss")
+
+    def _matched(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, bool]]:
+        """Return the path of each leaf, and whether it is of experts, which all ranks agree on."""
+        unused = [x for x in self.globs if not any(_is_expert(path, [x]) for path in paths)]
+        if unused:
+            raise OptionError(
+                f"each glob of experts has a leaf; got {unused[0]!r}, which matches none of "
+                f"{', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}; mend the glob"
+            )
+        found = [_is_expert(path, self.globs) for path in paths]
+        records = []
+        for path, is_expert, leaf in zip(paths, found, leaves, strict=True):
+            if isinstance(leaf, StyledLeaf):
+                raise PlacementError(
+                    "expert_parallel() stands around the other transforms of a loss; got leaf "
+                    f"{path!r} of tensor_parallel(); write expert_parallel(tensor_parallel(loss, "
+                    "...), axis)",
+                    leaf=path,
+                )
+            kind = "of experts" if is_expert else "whole"
+            shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
+            records.append(LeafRecord(path, f"{kind} {shape}"))
+        if self.axis.size > 1:
+            with torch.no_grad():
+                check_same(records, self.axis, "plan of expert_parallel()")
+        return list(zip(paths, found, strict=True))
+
+
+@takes(
+    experts=FUNCTION, x=TENSOR, chosen=TENSOR, weights=TENSOR, axis=GROUP, num_experts=integer(1)
+)
+def dispatch(
+    experts: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    axis: Group,
+    num_experts: int,
+) -> Tensor:
+    """Apply to each token the experts that it chose, which lie on the ranks of an axis: ``S -> S``.
+
+    Rank r has the experts from ``r * num_experts / size`` on. Tokens travel there and back, as many
+    as there are for each expert; none is dropped. The host waits once, for the numbers of tokens.
+
+    Args:
+        experts: ``(rows, ids) -> rows`` of this rank's experts: row i goes through expert
+            ``ids[i]``, counted from 0 on each rank. Rows lie in the order of the ranks that sent
+            them, and of one rank in the order of experts and tokens. A rank that receives no row
+            gets one of zeros.
+        x: this rank's tokens, ``[tokens, width]``.
+        chosen: the experts of each token, ``[tokens, k]``, counted over all ranks.
+        weights: their weights, ``[tokens, k]``.
+        axis: the ranks; each has tokens of its own.
+        num_experts: of all ranks.
+
+    Returns:
+        For each token the sum of its experts' results by weight, in the dtype of ``x``.
+
+    Raises:
+        OptionError: ranks do not divide the experts, or shapes do not fit.
+
+    Example:
+        >>> import zfun as zf
+        >>> scales = torch.tensor([1.0, 10.0])  # one expert on each rank
+        >>> def main(group):
+        ...     experts = lambda rows, ids: rows * scales[group.rank + ids, None]
+        ...     x = torch.tensor([[1.0], [2.0]]) + 2 * group.rank
+        ...     chosen, weights = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[1.0, 0.0]] * 2)
+        ...     return dispatch(experts, x, chosen, weights, group, 2).flatten().tolist()
+        >>> zf.simulate(2, main)
+        [[1.0, 20.0], [3.0, 40.0]]
+    """
+    check_experts(axis, num_experts)
+    if x.dim() != 2 or chosen.dim() != 2 or not len(x) == len(chosen) == len(weights):
+        raise OptionError(
+            "dispatch() takes tokens [tokens, width], and [tokens, k] experts and weights; got "
+            f"shapes {tuple(x.shape)}, {tuple(chosen.shape)} and {tuple(weights.shape)}; reshape "
+            "them"
+        )
+    own, k = num_experts // axis.size, chosen.shape[1]
+    counts = _gathered_counts(chosen, axis, num_experts)
+    to_ranks = tuple(
+        tuple(sum(row[i : i + own]) for i in range(0, num_experts, own)) for row in counts
+    )
+    order = chosen.flatten().argsort(stable=True)
+    rows = exchange_rows(x[order // k], axis, to_ranks, _NAME, "dispatch")
+    first = axis.rank * own
+    received = torch.tensor([row[first : first + own] for row in counts], device=x.device).flatten()
+    ids = torch.arange(own, device=x.device).repeat(axis.size)
+    ids = ids.repeat_interleave(received, output_size=len(rows))
+    if len(rows):
+        out = experts(rows, ids)
+    else:
+        out = experts(F.pad(rows, (0, 0, 0, 1)), F.pad(ids, (0, 1)))[:0]
+    back = tuple(zip(*to_ranks, strict=True))
+    results = exchange_rows(out, axis, back, _NAME, "combine")
+    # The place of each row in the sorted order.
+    results = results[order.argsort()].unflatten(0, chosen.shape)
+    return (results * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def check_experts(axis: Group, num_experts: int) -> None:
+    """Refuse experts that the ranks of an axis do not divide, and several axes."""
+    if len(axes_of(axis)) > 1:
+        raise OptionError(
+            f"experts lie on the ranks of one axis; got {axis!r}; pass one axis, such as mesh['ep']"
+        )
+    if num_experts % axis.size:
+        raise OptionError(
+            f"the ranks of an expert axis divide the experts; got {num_experts} experts over "
+            f"{axis.size} ranks; use an axis whose size divides the experts"
+        )
+
+
+@ops.uncompiled
+def _gathered_counts(chosen: Tensor, axis: Group, num_experts: int) -> list[list[int]]:
+    """Return how many tokens of each rank chose each expert; the host waits."""
+    places = chosen.detach().flatten()
+    counts = places.new_zeros(num_experts, dtype=torch.int64)
+    counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int64))
+    found: list[list[int]] = gather_values(counts, axis, "experts counts").tolist()
+    return found
