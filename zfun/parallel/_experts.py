@@ -16,10 +16,9 @@ dropped, and none is added but one for a rank whose experts receive nothing, so 
 computes and takes part in backward.
 
 [Note: experts and data ranks]
-The ranks of an expert axis are data ranks: each has a batch of its own. The mean of their losses is
-the loss of all of them. So the gradient of an expert is summed by the tokens that travel, and
-divided by the ranks of both axes; other leaves are whole on each rank, and their gradients are
-summed along the axis where backward makes them.
+The ranks of an expert axis are data ranks: each has a batch of its own, and the loss is the mean of
+theirs. So the tokens that travel sum the gradients of experts, and the divisor counts the ranks of
+all axes. Other leaves are equal on all ranks, and backward sums their gradients along the axis.
 """
 
 from __future__ import annotations
@@ -38,43 +37,47 @@ from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, NAMES, TENSOR, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
-from zfun.parallel._tensor_leaf import Region, StyledLeaf
-from zfun.parallel._tensor_styles import TensorStyle
+from zfun.parallel._pipeline import Pipeline
+from zfun.parallel._tensor_leaf import StyledLeaf
 from zfun.placement import Cut
 from zfun.transforms import WeightedMean
-from zfun.transforms.call._lazy import check_graph
+from zfun.transforms.call._lazy import BucketSource, LazyLeaf, check_graph, tensor_of
+from zfun.transforms.grads._value import NO_AUX, parse
 
 _NAME = "experts"
 EXPERTS = ("*.experts.*",)
-
-# Of leaves that all ranks have, and use on tokens of their own.
-_SHARED = TensorStyle("replicated_with_grad_allreduce")
 _use_count = Tensor._use_count  # pyrefly: ignore[missing-attribute]
 
 
-@takes(loss=FUNCTION, axis=GROUP, experts=NAMES)
+@takes(loss=FUNCTION, axis=GROUP, experts=NAMES, gathered=NAMES)
 def expert_parallel(
-    loss: Callable[..., Any], axis: Group, experts: Sequence[str] = EXPERTS
+    loss: Callable[..., Any],
+    axis: Group,
+    experts: Sequence[str] = EXPERTS,
+    gathered: Sequence[str] = (),
 ) -> ParallelLoss:
     """Cut experts over the ranks of an axis, which have batches of their own.
 
     Each rank holds ``1/size`` of the experts, and all of the other leaves::
 
         rank                0          1
-        experts           E[:n]      E[n:]        cut along dim 0
-        router, others      W          W          gradients are summed over the ranks
+        experts           E[:n]      E[n:]        tokens travel to them
+        others              W          W          gradients are summed over the ranks
+        gathered          V[:m]      V[m:]        joined where the loss uses them
         batch               a          b
 
     The loss calls :func:`dispatch` where tokens meet experts, as models of
     :func:`zfun.interop.transformers.expert_parallel` do. It is averaged over the axis, so
-    :func:`zfun.zero` gets the other data axes alone, and each rank of both its own batch.
+    :func:`zfun.zero` gets the other data axes alone, and each rank of both a batch of its own.
 
     Args:
-        loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`, of a
-            tree whose leaves of experts are cut.
+        loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`, of
+            this rank's experts and of other leaves that are whole.
         axis: the ranks that share the experts, such as ``mesh["ep"]``; of a mesh, another axis than
             those of :func:`zfun.zero`.
-        experts: globs of the paths of leaves that have one row for each expert.
+        experts: globs of the paths of leaves that are cut along dim 0, where their experts lie.
+        gathered: globs of other leaves that are cut along dim 0 between uses. This saves their
+            state, and sends as much as a sum of gradients does, half of it in forward.
 
     Returns:
         A loss of this rank's leaves, equal on all ranks of the axis; :func:`zfun.zero` cuts the
@@ -83,7 +86,7 @@ def expert_parallel(
     Raises:
         OptionError: an axis along which the loss is cut already, or several axes; a pipeline; from
             the returned loss, a glob that no leaf has.
-        LeafError: where leaves are cut: an axis that does not divide the experts.
+        LeafError: where leaves are cut: an axis that does not divide a leaf.
         PlacementError: from the returned loss: :func:`zfun.tensor_parallel` stands around it, and
             not inside.
         SpecMismatch: from the returned loss: ranks have different globs.
@@ -114,34 +117,38 @@ def expert_parallel(
             "a loss is cut once along an axis; expert_parallel() got the axis of another transform "
             f"of this loss, {axis!r}; name another axis of the mesh"
         )
-    if hasattr(loss, "gradients"):
+    if isinstance(loss, Pipeline):
         raise OptionError(
-            "expert_parallel() takes a loss of one rank's batch; got a pipeline, whose stages pass "
-            "activations on; use the expert axis without a pipeline"
+            "expert_parallel() takes the loss of a batch; got a pipeline, whose stages pass "
+            "activations on; use an expert axis without a pipeline"
         )
-    globs = tuple(experts)
+    mean = _MeanLoss(loss, axis, tuple(experts), tuple(gathered))
 
     def rule(path: str, leaf: Any) -> Cut | None:
-        if not _is_expert(path, globs):
-            return None
-        Cut(0).check(path, leaf.shape, axis.size)
-        return Cut(0)
+        return None if mean.kind_of(path) == "whole" else Cut(0)
 
-    return ParallelLoss(_ExpertLoss(loss, axis, globs), (*outer, ModelAxis(axis, rule)))
+    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule)))
 
 
-def _is_expert(path: str, globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+class _MeanLoss:
+    """The mean of a loss over an expert axis, of leaves that are whole, gathered or experts'."""
 
-
-class _ExpertLoss:
-    """The mean of a loss over an expert axis."""
-
-    def __init__(self, loss: Callable[..., Any], axis: Group, globs: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        axis: Group,
+        experts: tuple[str, ...],
+        gathered: tuple[str, ...],
+    ) -> None:
         self.loss = self.__wrapped__ = loss
         self.axis = axis
-        self.globs = globs
-        self._known: dict[tree.Spec, list[tuple[str, bool]]] = {}
+        self.globs = {"experts": experts, "gathered": gathered}
+        self._known: dict[tree.Spec, list[tuple[str, str]]] = {}
+
+    def kind_of(self, path: str) -> str:
+        """Return "experts", "gathered", or "whole"."""
+        matches = lambda globs: any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+        return next((kind for kind, globs in self.globs.items() if matches(globs)), "whole")
 
     @ops.uncompiled
     def __call__(self, params: tree.Tree, *batch: Any) -> Any:
@@ -154,53 +161,65 @@ class _ExpertLoss:
         kinds = self._known.get(spec)
         if kinds is None:
             kinds = self._known[spec] = self._matched(tree.paths(params), leaves)
-        region = Region(self.axis, None)
-        shared: dict[int, StyledLeaf] = {}
-        for place, (leaf, (path, is_expert)) in enumerate(zip(leaves, kinds, strict=True)):
-            if not is_expert and isinstance(leaf, Tensor):
-                if id(leaf) not in shared:
-                    shared[id(leaf)] = StyledLeaf.over(leaf, path, _SHARED, region)
-                leaves[place] = shared[id(leaf)]
+        # Tied leaves stay one leaf.
+        made: dict[int, LazyLeaf] = {}
+        for place, (leaf, (path, kind)) in enumerate(zip(leaves, kinds, strict=True)):
+            if kind != "experts" and isinstance(leaf, Tensor):
+                if id(leaf) not in made:
+                    made[id(leaf)] = self._shared(leaf, path, kind)
+                leaves[place] = made[id(leaf)]
         out = self.loss(tree.unflatten(spec, leaves), *batch)
-        # A graph holds a styled leaf only where an autograd.Function lost its gradient.
-        if max(map(_use_count, shared.values()), default=0) > 1:
+        # A graph holds a lazy leaf only where an autograd.Function lost its gradient.
+        if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
         return self._mean(out)
 
-    def _mean(self, out: Any) -> Any:
-        """Average the result of a loss over the axis; every rank's batch has its own share."""
-        if type(out) is tuple and len(out) == 2:
-            return self._mean(out[0]), out[1]
-        if isinstance(out, WeightedMean):
-            both = torch.stack([out.total, out.weight.to(out.total)])
-            return WeightedMean(*collectives.leave(both, self.axis, name="loss").unbind())
-        return collectives.leave(out / self.axis.size, self.axis, name="loss")
+    def _shared(self, own: Tensor, path: str, kind: str) -> LazyLeaf:
+        """Return a leaf that the ranks share, whose gradient backward sums at each use."""
 
-    def _matched(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, bool]]:
-        """Return the path of each leaf, and whether it is of experts, which all ranks agree on."""
-        unused = [x for x in self.globs if not any(_is_expert(path, [x]) for path in paths)]
-        if unused:
-            raise OptionError(
-                f"each glob of experts has a leaf; got {unused[0]!r}, which matches none of "
-                f"{', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}; mend the glob"
-            )
-        found = [_is_expert(path, self.globs) for path in paths]
+        def load(_: LazyLeaf) -> Tensor:
+            tensor = tensor_of(own) if isinstance(own, LazyLeaf) else own
+            if kind == "gathered":
+                return collectives.all_gather(tensor, self.axis, name="params", part=path)
+            return collectives.enter(tensor, self.axis, name="grads")
+
+        rows = own.shape[0] * self.axis.size if kind == "gathered" else 0
+        shape = (rows, *own.shape[1:]) if kind == "gathered" else tuple(own.shape)
+        source = BucketSource(load)
+        return LazyLeaf(shape, own.dtype, own.device, own.requires_grad, path, source)
+
+    def _mean(self, out: Any) -> Any:
+        """Average the result of a loss over the axis."""
+        _, total, weight, aux = parse(out)
+        if weight is None:
+            mean: Any = collectives.leave(total / self.axis.size, self.axis, name="loss")
+        else:
+            both = torch.stack([total, weight.to(total)])
+            mean = WeightedMean(*collectives.leave(both, self.axis, name="loss").unbind())
+        return mean if aux is NO_AUX else (mean, aux)
+
+    def _matched(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
+        """Return the path and the kind of each leaf, which all ranks must agree on."""
+        for glob in (*self.globs["experts"], *self.globs["gathered"]):
+            if not fnmatch.filter(paths, glob):
+                raise OptionError(
+                    f"each glob of expert_parallel() has a leaf; got {glob!r}, which matches none "
+                    f"of {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}; mend the glob"
+                )
         records = []
-        for path, is_expert, leaf in zip(paths, found, leaves, strict=True):
+        for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, StyledLeaf):
                 raise PlacementError(
-                    "expert_parallel() stands around the other transforms of a loss; got leaf "
-                    f"{path!r} of tensor_parallel(); write expert_parallel(tensor_parallel(loss, "
-                    "...), axis)",
+                    f"expert_parallel() stands around tensor_parallel(); got leaf {path!r} of a "
+                    "tensor-parallel loss; write expert_parallel(tensor_parallel(loss, ...), ...)",
                     leaf=path,
                 )
-            kind = "of experts" if is_expert else "whole"
             shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
-            records.append(LeafRecord(path, f"{kind} {shape}"))
+            records.append(LeafRecord(path, f"{self.kind_of(path)} {shape}"))
         if self.axis.size > 1:
             with torch.no_grad():
                 check_same(records, self.axis, "plan of expert_parallel()")
-        return list(zip(paths, found, strict=True))
+        return [(path, self.kind_of(path)) for path in paths]
 
 
 @takes(
