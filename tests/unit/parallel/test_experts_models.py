@@ -122,7 +122,7 @@ def checked(name: str, *args: Any, **sizes: int) -> Any:
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_model_trains_as_on_one_process_and_alike_at_every_stage(name: str) -> None:
     first = None
-    for stage in STAGES if name == "mixtral" or FORM == "all" else (3,):
+    for stage in STAGES if name == "mixtral" else STAGES[: len(STAGES) // 2]:
         found = checked(name, stage, dp=2, ep=2)
         assert first is None or same_bits(found[:3], first[:3])
         first = found
