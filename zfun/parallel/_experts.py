@@ -314,5 +314,10 @@ def _gathered_counts(chosen: Tensor, axis: Group, num_experts: int) -> list[list
     places = chosen.detach().flatten()
     counts = places.new_zeros(num_experts, dtype=torch.int64)
     counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int64))
-    found: list[list[int]] = gather_values(counts, axis, "experts counts").tolist()
+    everywhere = gather_values(counts, axis, _NAME)
+    if ops.is_abstract(chosen):
+        # A plan knows no choices, and takes equal ones.
+        equal = [(chosen.numel() + expert) // num_experts for expert in range(num_experts)]
+        return [equal] * axis.size
+    found: list[list[int]] = everywhere.tolist()
     return found

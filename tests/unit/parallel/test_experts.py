@@ -202,6 +202,32 @@ def test_unequal_batches_train_as_one_on_one_process(stage: int, experts: int) -
     assert same_bits(first, zf.simulate(4, trained, 0, experts, dp=2, ep=2)[0])
 
 
+def test_a_plan_has_the_bytes_of_experts_that_are_chosen_alike() -> None:
+    """Two layers of two exchanges each, forward and backward, but for the gradient of the batch."""
+
+    def recipe(group: Group) -> Any:
+        mesh = zf.mesh(group, dp=2, ep=2)
+
+        def mixture(p: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            alike = torch.arange(chosen.numel(), device=x.device).view(chosen.shape) % 6
+            return mixture_over(mesh["ep"])(p, x, alike, weights)
+
+        return zf.zero(3, expert_parallel(loss_with(mixture), mesh["ep"]), rule(), mesh["dp"])
+
+    def main(group: Group) -> int:
+        log = zf.record(group)
+        zero = recipe(log)
+        state = zero.init(params(WIDE))
+        log.clear()
+        zero.step(state, draw(9, 8))
+        return log.bytes_sent("experts")
+
+    planned = zf.plan(recipe, params(WIDE), torch.empty(9, 8, dtype=WIDE), 4)
+    counts, rows = 2 * 6 * 8, 7 * 9 * 8 * 8
+    assert planned.bytes_sent("experts") == counts + rows
+    assert zf.simulate(4, main) == [counts + rows] * 4
+
+
 def test_a_checkpoint_crosses_between_meshes(tmp_path: Path) -> None:
     saved = zf.simulate(4, trained, 3, 6, tmp_path, 2, dp=2, ep=2)[0][1]
     for stage, sizes in ((1, {"dp": 2, "ep": 3}), (3, {"dp": 1, "ep": 2}), (0, {"dp": 1, "ep": 1})):
