@@ -35,7 +35,7 @@ from zfun import collectives, ops, tree
 from zfun.collectives import Group, LeafRecord, axes_of, check_same, exchange_rows, gather_values
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
-from zfun.options import FUNCTION, GROUP, NAMES, TENSOR, integer, takes
+from zfun.options import FUNCTION, GROUP, NAMES, TENSOR, Kind, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._pipeline import Pipeline
 from zfun.parallel._tensor_leaf import StyledLeaf
@@ -46,6 +46,11 @@ from zfun.transforms.grads._value import NO_AUX, parse
 
 _NAME = "experts"
 EXPERTS = ("*.experts.*",)
+_CHOICES = Kind(
+    lambda x: isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32),
+    ("a tensor of integers",),
+    "torch.tensor([[0], [1]])",
+)
 _use_count = Tensor._use_count  # pyrefly: ignore[missing-attribute]
 
 
@@ -223,7 +228,7 @@ class _MeanLoss:
 
 
 @takes(
-    experts=FUNCTION, x=TENSOR, chosen=TENSOR, weights=TENSOR, axis=GROUP, num_experts=integer(1)
+    experts=FUNCTION, x=TENSOR, chosen=_CHOICES, weights=TENSOR, axis=GROUP, num_experts=integer(1)
 )
 def dispatch(
     experts: Callable[[Tensor, Tensor], Tensor],
@@ -274,14 +279,13 @@ def dispatch(
             "them"
         )
     own, k = num_experts // axis.size, chosen.shape[1]
-    counts = _gathered_counts(chosen, axis, num_experts)
+    everywhere, counts = _gathered_counts(chosen, axis, num_experts)
     to_ranks = tuple(
         tuple(sum(row[i : i + own]) for i in range(0, num_experts, own)) for row in counts
     )
     order = chosen.flatten().argsort(stable=True)
     rows = exchange_rows(x[order // k], axis, to_ranks, _NAME, "dispatch")
-    first = axis.rank * own
-    received = torch.tensor([row[first : first + own] for row in counts], device=x.device).flatten()
+    received = everywhere.narrow(1, axis.rank * own, own).flatten()
     ids = torch.arange(own, device=x.device).repeat(axis.size)
     ids = ids.repeat_interleave(received, output_size=len(rows))
     if len(rows):
@@ -309,15 +313,15 @@ def check_experts(axis: Group, num_experts: int) -> None:
 
 
 @ops.uncompiled
-def _gathered_counts(chosen: Tensor, axis: Group, num_experts: int) -> list[list[int]]:
+def _gathered_counts(
+    chosen: Tensor, axis: Group, num_experts: int
+) -> tuple[Tensor, list[list[int]]]:
     """Return how many tokens of each rank chose each expert; the host waits."""
-    places = chosen.detach().flatten()
-    counts = places.new_zeros(num_experts, dtype=torch.int64)
-    counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int64))
+    places = chosen.flatten().long()
+    counts = places.new_zeros(num_experts).scatter_add_(0, places, torch.ones_like(places))
     everywhere = gather_values(counts, axis, _NAME)
     if ops.is_abstract(chosen):
         # A plan knows no choices, and takes equal ones.
         equal = [(chosen.numel() + expert) // num_experts for expert in range(num_experts)]
-        return [equal] * axis.size
-    found: list[list[int]] = everywhere.tolist()
-    return found
+        return everywhere, [equal] * axis.size
+    return everywhere, everywhere.tolist()

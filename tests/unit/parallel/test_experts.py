@@ -87,12 +87,13 @@ def test_tokens_meet_their_experts_wherever_these_are(
     expected = whole_mixture(whole, x, torch.cat(chosen), w)
     (expected * expected.detach().cos()).sum().backward()
     start = 0
+    gradient: Any = lambda leaf: leaf.grad
     for rank, (out, dx, dw, grads, sent) in enumerate(zf.simulate(size, main)):
         stop = start + len(chosen[rank])
         close(out, expected.detach()[start:stop])
-        close([dx, dw], [x.grad[start:stop], w.grad[start:stop]])
+        close([dx, dw], [gradient(x)[start:stop], gradient(w)[start:stop]])
         for name, leaf in whole.items():
-            close(grads[name], leaf.grad[rank * own : (rank + 1) * own])
+            close(grads[name], gradient(leaf)[rank * own : (rank + 1) * own])
         start = stop
         others, row = [other for other in range(size) if other != rank], 8 * width
         there = sum(int((chosen[rank] // own == other).sum()) for other in others)
@@ -140,6 +141,13 @@ def test_an_unequal_all_to_all_needs_the_counts_of_its_ranks() -> None:
         with pytest.raises(OptionError, match=r"the counts of . ranks, which sum to the length"):
             abstract_group(size).start(Collective(op), torch.ones(numel))
 
+    def over_axes(group: Group) -> None:
+        mesh = zf.mesh(group, dp=2, ep=2)["dp", "ep"]
+        exchange_rows(torch.ones(4), mesh, ((1, 1, 1, 1),) * 4)
+
+    with pytest.raises(OptionError, match="goes along one axis; got 2 axes"):
+        zf.simulate(4, over_axes)
+
     def main(group: Group) -> None:
         counts = ((1, group.rank), (1, 1))  # ranks disagree
         exchange_rows(torch.ones(sum(counts[group.rank])), group, counts)
@@ -153,7 +161,7 @@ def trained(
     group: Group,
     stage: int,
     experts: int = 6,
-    path: Path | None = None,
+    path: Any = None,
     count: int = 3,
     first: int = 0,
     **sizes: int,
@@ -268,16 +276,17 @@ WRONG: dict[str, Any] = {
     ),
     "shapes": lambda mesh: dispatch(product, X, ONES[1:].long(), ONES, mesh["ep"], 2),
     "experts": lambda mesh: dispatch(product, X, ONES.long(), ONES, mesh["ep"], 3),
+    "floats": lambda mesh: dispatch(product, X, ONES, ONES, mesh["ep"], 2),
 }
 
 
 class _Double(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore
         return 2 * grad
 
 
@@ -296,6 +305,7 @@ class _Double(torch.autograd.Function):
         ("function", PlacementError, "got the lazy leaf 'w'"),
         ("shapes", OptionError, "got shapes .4, 2., .3, 1. and .4, 1.; reshape"),
         ("experts", OptionError, "got 3 experts over 2 ranks"),
+        ("floats", OptionError, "chosen of dispatch.. must be a tensor of integers"),
     ],
 )
 def test_wrong_programs_are_refused_by_name(case: str, kind: type[Exception], match: str) -> None:
