@@ -210,6 +210,28 @@ def test_unequal_batches_train_as_one_on_one_process(stage: int, experts: int) -
     assert same_bits(first, zf.simulate(4, trained, 0, experts, dp=2, ep=2)[0])
 
 
+def test_recomputed_layers_and_leaves_that_are_gathered_change_no_number() -> None:
+    """In micro-batches; recomputation changes no bit."""
+
+    def main(group: Group, stage: int, again: Any, gathered: tuple[str, ...], **more: Any) -> Any:
+        mesh = zf.mesh(group, dp=2, ep=2)
+        mixture = again(mixture_over(mesh["ep"]))
+        loss = expert_parallel(loss_with(mixture), mesh["ep"], gathered=gathered)
+        zero = zf.zero(stage, loss, rule(), mesh["dp"], num_micro_batches=2, **more)
+        state = zero.init(params(WIDE))
+        state, info = zero.step(state, draw(4 + 2 * group.rank, 8, seed=group.rank))
+        return info.loss, info.grad_norm, zero.params(state)
+
+    kept = lambda fn: fn
+    first = zf.simulate(4, main, 3, kept, ())[0]
+    assert same_bits(zf.simulate(4, main, 2, zf.remat, ())[0], first)
+    joined = zf.simulate(4, main, 3, zf.remat, ("head",))[3]
+    close(joined, first)
+    assert same_bits(zf.simulate(4, main, 2, kept, ("head",))[0], joined)
+    narrow = zf.simulate(4, main, 3, zf.remat, ("head",), precision=torch.bfloat16)[0]
+    torch.testing.assert_close(narrow[0].double(), first[0], rtol=0.05, atol=0)
+
+
 def test_a_plan_has_the_bytes_of_experts_that_are_chosen_alike() -> None:
     """Two layers of two exchanges each, forward and backward, but for the gradient of the batch."""
 
