@@ -383,6 +383,11 @@ class Engine(Passes):
         if not (self._is_boundary if boundary is None else boundary):
             return None
         self._check_here("a step", "parameters", "the optimizer's state")
+        if self._is_averaged:
+            raise OptionError(
+                "a step takes the parameters; got one inside of engine.averaged(), where the "
+                "module has their average; step after the context"
+            )
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
