@@ -426,6 +426,26 @@ case(
     lambda g, style: style.cut("w", (6, 2), 2),
 )
 
+case(
+    "parallel.expert_parallel",
+    lambda g: {"loss": cut_loss, "axis": g, "experts": ("b",), "gathered": ("w",)},
+    lambda g, fn: fn({name: leaf.chunk(2)[g.rank] for name, leaf in params().items()}, BATCH),
+    2,
+)
+case(
+    "parallel.dispatch",
+    lambda g: {
+        "experts": lambda rows, ids: rows,
+        "x": WEIGHTS,
+        "chosen": torch.tensor([[0], [1]]),
+        "weights": torch.ones(2, 1),
+        "axis": g,
+        "num_experts": 2,
+    },
+    same,
+    2,
+)
+
 # Sequences.
 HEADS = torch.arange(16.0).view(1, 2, 4, 2) / 8
 case(

@@ -58,6 +58,7 @@ from zfun.collectives._ops import (
     Reduce,
     ReduceScatter,
     Stream,
+    UnequalAllToAll,
     check_collective,
     describe,
 )
@@ -303,6 +304,9 @@ class NativeGroup(ProcessGroup):
                 return [_reduce_scatter_into(out, x, group=stream, async_op=True)]
             case AllToAll():
                 return [dist.all_to_all_single(out, x, group=stream, async_op=True)]
+            case UnequalAllToAll() as op:
+                parts = [*op.received], [*op.sent]
+                return [dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)]
             case AllReduce():
                 return [dist.all_reduce(out.copy_(x), group=stream, async_op=True)]
             case Broadcast(root):
