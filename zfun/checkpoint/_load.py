@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from zfun import ops, tree
 from zfun.checkpoint._background import settle
@@ -43,11 +43,13 @@ from zfun.flat import Flat, call_site, consume, flats
 from zfun.objects import files_of
 from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
 
+_State = TypeVar("_State")
+
 # How often a load looks again while a writer publishes and removes checkpoints.
 _ATTEMPTS = 20
 
 
-class Loaded(NamedTuple):
+class Loaded(NamedTuple, Generic[_State]):
     """The result of :func:`load`.
 
     Attributes:
@@ -59,7 +61,7 @@ class Loaded(NamedTuple):
         path: the directory of the checkpoint.
     """
 
-    state: Any
+    state: _State
     step: int
     data: Any
     loader: Any
@@ -80,7 +82,7 @@ class Loaded(NamedTuple):
 )
 def load(
     path: str | Path,
-    like: tree.Tree,
+    like: _State,
     *,
     step: int | None = None,
     group: Group | None = None,
@@ -89,7 +91,7 @@ def load(
     loader: Any = None,
     rng: Mapping[str, Any] | bool | None = None,
     files: Files | None = None,
-) -> Loaded:
+) -> Loaded[_State]:
     """Load a checkpoint into a state of any composition. All ranks call.
 
     Group size, stage, bucket size, mesh and store may differ from those of the save. So may the

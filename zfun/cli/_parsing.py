@@ -25,13 +25,7 @@ def add_command(
     path: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a command, with the argument PATH if ``path`` says what the path is."""
-    made = commands.add_parser(
-        name,
-        help=words,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = commands.add_parser(name, help=words, description=description, epilog=epilog)
     made.set_defaults(run=run)
     if path is not None:
         made.add_argument("path", type=address, metavar="PATH", help=path)

@@ -48,10 +48,14 @@ def _repeats(view: Tensor) -> bool:
 
 
 def _no_tensor(path: str, leaf: object) -> LeafError:
+    remedy = (
+        "apply = zf.functional(module) makes a function of its parameters; pass apply.params, and "
+        "call apply(params, x) in the loss"
+        if isinstance(leaf, torch.nn.Module)
+        else "keep other values in the batch or in a closure"
+    )
     return LeafError(
-        f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values "
-        "in the batch or in a closure",
-        leaf=path,
+        f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; {remedy}", leaf=path
     )
 
 

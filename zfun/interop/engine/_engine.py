@@ -312,7 +312,7 @@ class Engine(Passes):
 
     def _loaded(
         self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]
-    ) -> checkpoint.Loaded:
+    ) -> checkpoint.Loaded[Any]:
         """Load a state that trains the leaves of this one."""
         state = self.state
         if self._groups is not None:
@@ -326,7 +326,7 @@ class Engine(Passes):
 
     def _load_others(
         self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
-    ) -> checkpoint.Loaded | None:
+    ) -> checkpoint.Loaded[Any] | None:
         """Load the state of a run that trains other leaves; ``None`` if there is none."""
         groups = self._groups
         if groups is None:
@@ -383,6 +383,11 @@ class Engine(Passes):
         if not (self._is_boundary if boundary is None else boundary):
             return None
         self._check_here("a step", "parameters", "the optimizer's state")
+        if self._is_averaged:
+            raise OptionError(
+                "a step takes the parameters; got one inside of engine.averaged(), where the "
+                "module has their average; step after the context"
+            )
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
