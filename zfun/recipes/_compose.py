@@ -9,7 +9,7 @@ from typing import Any
 from zfun import tree
 from zfun.collectives import sum_group
 from zfun.flat import Flat
-from zfun.parallel._pipeline_run import StageFunction
+from zfun.parallel import StageFunction
 from zfun.recipes._options import ZeroOptions
 from zfun.transforms import (
     cast,
