@@ -350,14 +350,12 @@ def test_three_axes_go_on_in_another_mesh_as_plain_torch_does(
         optimizer.step()
         expected.append(loss.item())
 
-    def run_on(size: int, *args: Any) -> Any:
-        if not is_forked:
-            return zf.simulate(size, three_axes, *args, tmp_path)
-        with processes(size, timeout_s=250.0) as ranks:
-            return ranks.run(three_axes, *args, tmp_path)
-
-    before = run_on(8, (2, 2, 2), 3, 1)
-    after = run_on(4, (2, 1, 2), 1, 2)
+    before = zf.simulate(8, three_axes, (2, 2, 2), 3, 1, tmp_path)
+    if is_forked:
+        with processes(4, timeout_s=250.0) as four:
+            after = four.run(three_axes, (2, 1, 2), 1, 2, tmp_path)
+    else:
+        after = zf.simulate(4, three_axes, (2, 1, 2), 1, 2, tmp_path)
     for losses, _ in before:
         torch.testing.assert_close(losses, expected[:1], **CLOSE)
     for losses, params in after:
