@@ -23,14 +23,7 @@ from zfun.checkpoint._background import settle
 from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
-from zfun.checkpoint._parts import (
-    Part,
-    group_of,
-    is_over_model_axes,
-    parts_of,
-    slots_of,
-    ties_of,
-)
+from zfun.checkpoint._parts import Part, group_of, is_over_model_axes, parts_of, slots_of, ties_of
 from zfun.checkpoint._random import set_random, use_loader
 from zfun.checkpoint._together import agree, attempt
 from zfun.checkpoint.format._manifest import Manifest
@@ -41,7 +34,7 @@ from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.objects import files_of
-from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
+from zfun.options import ANY, BOOL, FUNCTION, PATH, instance, integer, takes
 
 _State = TypeVar("_State")
 
@@ -70,13 +63,10 @@ class Loaded(NamedTuple, Generic[_State]):
 
 @ops.uncompiled
 @takes(
-    path=PATH,
     like=ANY,
+    path=PATH,
     step=integer(0) | None,
-    group=GROUP | None,
-    cast=BOOL,
     reset=FUNCTION | None,
-    loader=ANY,
     rng=instance(dict, "a dict of random generators", "{'augment': generator}") | BOOL | None,
     files=FILES,
 )

@@ -6,15 +6,12 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zfun import __version__
 from zfun.cli import _ckpt, _commands
 from zfun.errors import ZfunError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["main"]
 

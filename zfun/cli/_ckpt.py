@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
 from zfun.cli._parsing import add_command, address, positive, size
 
 if TYPE_CHECKING:
-    import argparse
-
     from zfun import sources
 
 _VERIFY = """\

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.flat import Flat
-from zfun.options import BOOL, FLOATING, FUNCTION, takes
+from zfun.options import FLOATING, FUNCTION, takes
 from zfun.placement import S
 from zfun.transforms._batches import map_batch
 from zfun.transforms.call._call import BoundParams, call_of
@@ -68,7 +68,7 @@ class CastLoss(ZfunLoss):
             raise
 
 
-@takes(loss=FUNCTION, dtype=FLOATING, batch=BOOL)
+@takes(loss=FUNCTION, dtype=FLOATING)
 def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
     """Let a loss compute in another dtype than that of parameters and gradients.
 

@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,12 +37,7 @@ from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
-from zfun.interop.engine._values import (
-    EngineBuffers,
-    carried,
-    deferred_values,
-    named_leaves,
-)
+from zfun.interop.engine._values import EngineBuffers, carried, deferred_values, named_leaves
 from zfun.placement import S
 from zfun.recipes import StepInfo, Zero
 from zfun.transforms import Tape
@@ -403,20 +398,6 @@ class Engine(Passes):
         self._show()
         self._begin()
         return info
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in train mode."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the module to train mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to eval mode."""
-        return self.train(False)
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
