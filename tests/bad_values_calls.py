@@ -394,6 +394,19 @@ case(
 )
 
 # Model axes.
+case(
+    "parallel.schedules.draw",
+    lambda g: {
+        "schedule": SCHEDULE,
+        "title": "1F1B",
+        "forward": 1.0,
+        "inputs": 1.0,
+        "weights": 1.0,
+    },
+    forward=("zero", "half", "10**30"),
+    inputs=("zero", "half", "10**30"),
+    weights=("zero", "half", "10**30"),
+)
 case("parallel.model_axes", lambda g: {"loss": loss})
 
 

@@ -7,6 +7,7 @@ from zfun.parallel._experts import check_experts as check_experts
 from zfun.parallel._experts import dispatch, expert_parallel
 from zfun.parallel._local import LocalTree as LocalTree
 from zfun.parallel._pipeline import Pipeline, pipeline
+from zfun.parallel._pipeline_run import StageFunction as StageFunction
 from zfun.parallel._sequence import sequence_batch, sequence_piece, token_mean
 from zfun.parallel._sequence_ring import ring_attention
 from zfun.parallel._sequence_ulysses import check_heads as check_heads

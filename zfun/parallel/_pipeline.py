@@ -136,7 +136,7 @@ class Pipeline(ParallelLoss):
         """
         batches = split_batch(batch, self.num_micro_batches)
         if self._loss is None:
-            self._agree(batches)
+            self._agree(batches, sum_group(group))
             self._connect(device)
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
@@ -185,7 +185,7 @@ class Pipeline(ParallelLoss):
         total, weight = value["total"], value["weight"]
         return total if weight is None else WeightedMean(total, weight)
 
-    def _agree(self, batches: Sequence[Any]) -> None:
+    def _agree(self, batches: Sequence[Any], sums: Group) -> None:
         """Refuse ranks with other schedules or batches before they wait for each other."""
         text = write_csv(self.schedule)
         plan = {
@@ -194,7 +194,9 @@ class Pipeline(ParallelLoss):
             "leaves": self._leaves,
         }
         records = [LeafRecord.of_option(name, value) for name, value in plan.items()]
-        check_same(records, self._axis, "plan of a pipeline", kind="option")
+        for group in (self._axis, sums):
+            if group.size > 1:
+                check_same(records, group, "plan of a pipeline", kind="option")
         # In the first step only, which is where a sampler by global ranks shows.
         records = [
             LeafRecord(f"{path} of micro-batch {k}", "a tensor", str(ops.fingerprint(leaf)))
