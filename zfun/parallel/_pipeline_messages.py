@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Broadcast, Collective, Group, Work, global_ranks
+from zfun.collectives import (
+    Broadcast,
+    Collective,
+    Group,
+    Work,
+    global_ranks,
+    receive_json,
+    start_json,
+)
 from zfun.errors import LeafError, SpecMismatch
 
 Arrival: TypeAlias = Callable[[], Any]
@@ -155,11 +163,7 @@ class Channel:
         known = self._forms.setdefault(key, form)
         works: list[Work] = []
         if known is form:
-            text = torch.frombuffer(bytearray(json.dumps(form).encode()), dtype=torch.uint8)
-            works = [
-                self._start(torch.tensor([len(text)]), f"{part}, length of the form"),
-                self._start(text, f"{part}, form"),
-            ]
+            works = start_json(form, self._group, self._root, self._name, part)
         elif known != form:
             number = global_ranks(self._group)[self._group.rank]
             raise SpecMismatch(
@@ -179,11 +183,7 @@ class Channel:
         """Start to receive a tree; wait for its form, if it comes first."""
         form = self._forms.get(key)
         if form is None:
-            length = self._start(torch.zeros(1, dtype=torch.int64), f"{part}, length of the form")
-            text = self._start(
-                torch.empty(int(length.wait()), dtype=torch.uint8), f"{part}, form"
-            ).wait()
-            containers, leaves = json.loads(bytes(text.tolist()))
+            containers, leaves = receive_json(self._group, self._root, self._name, part)
             found = (LeafForm(x, tuple(shape), *rest) for x, shape, *rest in leaves)
             form = self._forms[key] = MessageForm(containers, tuple(found))
         works = [

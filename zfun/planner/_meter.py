@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import tree
-from zfun.collectives import Collective, Group, Work
+from zfun.collectives import Collective, Group, Work, board_of, global_ranks
 from zfun.errors import OptionError
 from zfun.optim import MasterState
 from zfun.planner._buffers import STATE, WatchedBuffers
@@ -287,6 +287,7 @@ class _Watched(Group):
 
     def __init__(self, group: Group, meter: Meter) -> None:
         self.rank, self.size = group.rank, group.size
+        self.global_ranks, self.board = global_ranks(group), board_of(group)
         self._group, self._meter = group, meter
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from zfun import tree
-from zfun.collectives import Group, abstract_group, record
-from zfun.options import ANY, DEVICE, FUNCTION, GROUP, integer, takes
+from zfun.collectives import Board, Group, NotLeftYet, group_with_board, record
+from zfun.collectives import mesh as named_mesh
+from zfun.errors import OptionError
+from zfun.options import ANY, DEVICE, FUNCTION, GROUP, instance, integer, takes
 from zfun.planner._abstract import abstract
 from zfun.planner._kernels import AttentionCounter
 from zfun.planner._meter import Meter
@@ -28,6 +31,7 @@ from zfun.planner.plans._flops import FlopCounter
 from zfun.planner.plans._kept import bytes_by_path, num_leaves
 from zfun.planner.plans._record import Moved, Plan, Sent
 
+_MESH = instance(Mapping, "the size of each axis, by name", "{'pp': 2, 'dp': 4}")
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
 
 
@@ -129,7 +133,8 @@ def _present(device: torch.device | str) -> torch.device:
     recipe=FUNCTION,
     params=ANY,
     batch=ANY,
-    group=GROUP_OR_SIZE,
+    group=GROUP_OR_SIZE | None,
+    mesh=_MESH | None,
     steps=integer(1),
     device=DEVICE,
 )
@@ -137,8 +142,9 @@ def plan(
     recipe: Callable[[Group], Any],
     params: tree.Tree,
     batch: Any,
-    group: Group | int,
+    group: Group | int | None = None,
     *,
+    mesh: Mapping[str, int] | None = None,
     steps: int = 2,
     device: torch.device | str = "cpu",
 ) -> Plan:
@@ -182,26 +188,47 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    return planned(recipe, params, batch, group, steps, device)
+    return planned(recipe, params, batch, group, steps, device, mesh=mesh)
 
 
 def planned(
-    recipe: Callable[[Group], Any],
+    recipe: Callable[[Any], Any],
     params: tree.Tree,
     batch: Any,
-    group: Group | int,
+    group: Group | int | None,
     steps: int,
     device: torch.device | str,
     watch: Callable[[Meter], object] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> Plan:
     """Plan a step, as :func:`plan` does; ``watch`` is called with the meter."""
     device = _present(device)
-    ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
-    observer = Observer(abstract_group(ranks.size, ranks.rank), device)
-    if watch is not None:
-        watch(observer.meter)
-    # Outside of the context, because optimizers are probed with numbers.
-    run = recipe(observer.group)
+    size, rank = _size_and_rank(group, mesh)
+    board, plans = Board(), dict[int, Plan]()
+    waiting, seen = [rank], set[Any]()
+    while waiting:
+        number = waiting[-1]
+        if number in plans:
+            waiting.pop()
+            continue
+        observer = Observer(group_with_board(size, number, board), device)
+        if watch is not None:
+            watch(observer.meter)
+        # Outside of the context, because optimizers are probed with numbers.
+        run = recipe(observer.group if mesh is None else named_mesh(observer.group, **mesh))
+        try:
+            plans[number] = _plan_of(run, observer, params, batch, steps, device)
+        except NotLeftYet as missing:
+            # A rank that waits for the same value again would wait for ever.
+            assert (number, missing.key) not in seen
+            seen.add((number, missing.key))
+            waiting.append(missing.rank)
+    return plans[rank]
+
+
+def _plan_of(
+    run: Any, observer: Observer, params: Any, batch: Any, steps: int, device: torch.device
+) -> Plan:
     with _without_collector(), abstract(device, metered=True) as fake:
         start, data = fake(params), fake(batch)
         with observer:
@@ -212,6 +239,20 @@ def planned(
             observer.begin(state)
             after = run.step(state, data)
             return observer.plan(after[0])
+
+
+def _size_and_rank(
+    group: Group | int | None, mesh: Mapping[str, int] | None
+) -> tuple[int, int]:
+    """Return the number of ranks, and the rank to plan."""
+    if group is None and mesh is None:
+        raise OptionError("plan() plans a rank of a group; got none; pass the number of ranks")
+    size = None if mesh is None else math.prod(mesh.values())
+    if isinstance(group, (int, Integral)) or group is None:
+        found, rank = int(size if group is None else group), 0
+    else:
+        found, rank = group.size, group.rank
+    return found, rank
 
 
 @takes(
