@@ -10,10 +10,10 @@ ranks must find the same numbers, and a test compares the two.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,13 +23,15 @@ from zfun.collectives import Board, Group, NotLeftYet, group_with_board, record
 from zfun.collectives import mesh as named_mesh
 from zfun.errors import OptionError
 from zfun.options import ANY, DEVICE, FUNCTION, GROUP, instance, integer, takes
+from zfun.parallel import Pipeline
+from zfun.parallel.schedules import activations_in_flight, bubble
 from zfun.planner._abstract import abstract
 from zfun.planner._kernels import AttentionCounter
 from zfun.planner._meter import Meter
 from zfun.planner._parts import Live
 from zfun.planner.plans._flops import FlopCounter
 from zfun.planner.plans._kept import bytes_by_path, num_leaves
-from zfun.planner.plans._record import Moved, Plan, Sent
+from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
 
 _MESH = instance(Mapping, "the size of each axis, by name", "{'pp': 2, 'dp': 4}")
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
@@ -156,12 +158,16 @@ def plan(
     Args:
         recipe: ``recipe(group)`` returns :func:`zfun.zero`'s three functions, or any object with
             ``init(params) -> state`` and ``step(state, batch) -> (state, info)``.
-            ``state.opt_state`` counts as the optimizer's, the rest of the state as parameters.
+            ``state.opt_state`` counts as the optimizer's, the rest of the state as parameters. With
+            ``mesh`` it is called as ``recipe(mesh)``, with the mesh of :func:`zfun.mesh`.
         params: a tree of tensors, of which shapes and dtypes count; ``meta`` tensors and deferred
             leaves will do.
         batch: the batch of a rank, of which only shapes and dtypes count.
         group: the number of ranks, whose first rank is described, or a group, of which only the
-            size and the rank count: :func:`zfun.collectives.abstract_group` makes any rank.
+            size and the rank count: :func:`zfun.collectives.abstract_group` makes any rank. By
+            default all ranks of ``mesh``.
+        mesh: the size of each axis, the slowest first, such as ``{"pp": 2, "dp": 8, "tp": 4}``. All
+            ranks along a pipeline are planned, because their shapes depend on each other.
         steps: the number of steps to take, of which the last is described. The first step learns
             the order of use; from the second on they are alike.
         device: where the loss is computed, which chooses the kernels of attention. ``"meta"`` and a
@@ -217,13 +223,29 @@ def planned(
         # Outside of the context, because optimizers are probed with numbers.
         run = recipe(observer.group if mesh is None else named_mesh(observer.group, **mesh))
         try:
-            plans[number] = _plan_of(run, observer, params, batch, steps, device)
+            plan = _plan_of(run, observer, params, batch, steps, device)
+            plans[number] = dataclasses.replace(
+                plan, mesh=tuple((mesh or {}).items()), pipeline=_in_pipeline(run)
+            )
         except NotLeftYet as missing:
             # A rank that waits for the same value again would wait for ever.
             assert (number, missing.key) not in seen
             seen.add((number, missing.key))
             waiting.append(missing.rank)
-    return plans[rank]
+    stages = tuple(plans[number] for number in sorted(plans)) if len(plans) > 1 else ()
+    return dataclasses.replace(plans[rank], stages=stages)
+
+
+def _in_pipeline(run: Any) -> InPipeline | None:
+    loss = getattr(getattr(run, "options", None), "loss_fn", None)
+    if not isinstance(loss, Pipeline):
+        return None
+    rank = loss.model_axes[0].group.rank
+    return InPipeline(
+        loss.num_micro_batches,
+        activations_in_flight(loss.schedule)[rank],
+        bubble(loss.schedule),
+    )
 
 
 def _plan_of(
@@ -241,18 +263,18 @@ def _plan_of(
             return observer.plan(after[0])
 
 
-def _size_and_rank(
-    group: Group | int | None, mesh: Mapping[str, int] | None
-) -> tuple[int, int]:
+def _size_and_rank(group: Group | int | None, mesh: Mapping[str, int] | None) -> tuple[int, int]:
     """Return the number of ranks, and the rank to plan."""
     if group is None and mesh is None:
-        raise OptionError("plan() plans a rank of a group; got none; pass the number of ranks")
-    size = None if mesh is None else math.prod(mesh.values())
-    if isinstance(group, (int, Integral)) or group is None:
-        found, rank = int(size if group is None else group), 0
-    else:
-        found, rank = group.size, group.rank
-    return found, rank
+        raise OptionError(
+            "a plan is one of some ranks; got neither group nor mesh; pass the number of ranks, or "
+            "mesh={'pp': 2, 'dp': 4}"
+        )
+    if group is None:
+        return math.prod((mesh or {}).values()), 0
+    if isinstance(group, Group):
+        return group.size, group.rank
+    return int(group), 0
 
 
 @takes(
