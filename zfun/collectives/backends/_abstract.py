@@ -56,6 +56,10 @@ class Board:
             raise NotLeftYet(rank, key)
         return self._values[rank, key]
 
+    def has(self, missing: NotLeftYet | None) -> bool:
+        """Whether a rank that ended so can go on now; a rank that has not run yet can."""
+        return missing is None or (missing.rank, missing.key) in self._values
+
 
 @final
 class _AbstractGroup(Group):

@@ -211,12 +211,11 @@ def planned(
     device = _present(device)
     size, rank = _size_and_rank(group, mesh)
     board, plans = Board(), dict[int, Plan]()
-    waiting, seen = [rank], set[Any]()
+    # Ranks that are not done, and what each of them waits for.
+    waiting: dict[int, NotLeftYet | None] = {rank: None}
     while waiting:
-        number = waiting[-1]
-        if number in plans:
-            waiting.pop()
-            continue
+        # The last one first, because the others wait for it, if only indirectly.
+        number = next(one for one in reversed(waiting) if board.has(waiting[one]))
         observer = Observer(group_with_board(size, number, board), device)
         if watch is not None:
             watch(observer.meter)
@@ -224,14 +223,15 @@ def planned(
         run = recipe(observer.group if mesh is None else named_mesh(observer.group, **mesh))
         try:
             plan = _plan_of(run, observer, params, batch, steps, device)
-            plans[number] = dataclasses.replace(
-                plan, mesh=tuple((mesh or {}).items()), pipeline=_in_pipeline(run)
-            )
         except NotLeftYet as missing:
-            # A rank that waits for the same value again would wait for ever.
-            assert (number, missing.key) not in seen
-            seen.add((number, missing.key))
-            waiting.append(missing.rank)
+            waiting[number] = missing.with_traceback(None)
+            if missing.rank not in plans:
+                waiting.setdefault(missing.rank)
+            continue
+        del waiting[number]
+        plans[number] = dataclasses.replace(
+            plan, mesh=tuple((mesh or {}).items()), pipeline=_in_pipeline(run)
+        )
     stages = tuple(plans[number] for number in sorted(plans)) if len(plans) > 1 else ()
     return dataclasses.replace(plans[rank], stages=stages)
 
