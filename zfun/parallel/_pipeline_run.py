@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, Work
@@ -47,7 +48,8 @@ class Handed:
 
     def viewed(self, leaf: Any) -> Any:
         """Return a view of a parameter, unless it is gathered where it is used."""
-        if not self.is_split or type(leaf) is not Tensor or not leaf.requires_grad:
+        is_plain = type(leaf) is Tensor or type(leaf) is FakeTensor
+        if not self.is_split or not is_plain or not leaf.requires_grad:
             return leaf
         self.views.append((leaf, leaf.view_as(leaf)))
         return self.views[-1][1]
