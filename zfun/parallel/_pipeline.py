@@ -63,6 +63,8 @@ class Pipeline(ParallelLoss):
     Attributes:
         num_micro_batches: of a step.
         schedule: the actions of each rank.
+        actions: those of this rank, with messages. A plan leaves out some that are like others.
+        watch: a function that is called before each action, and with ``None`` after the last one.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class Pipeline(ParallelLoss):
             for stage, fn in enumerate(stages)
             if self._rank_of[stage] == axis.rank
         }
-        self._actions = with_messages(schedule)[axis.rank]
+        self.actions = with_messages(schedule)[axis.rank]
+        self.watch: Callable[[Action | None], object] | None = None
         # Made in the first step, because all ranks take part.
         self._channels: dict[tuple[int, str], Channel] = {}
         self._loss: Channel | None = None
@@ -148,7 +151,7 @@ class Pipeline(ParallelLoss):
             batches,
             sums,
             loss_scale,
-        ).run(self._actions)
+        ).run(self.actions, self.watch)
         loss = self._shared_loss(results, sums)
         grads, count = results.grads, self.num_micro_batches
         if count > 1 and isinstance(loss, WeightedMean):
@@ -169,11 +172,13 @@ class Pipeline(ParallelLoss):
         value: Any = None
         micro = range(self.num_micro_batches)
         if results.losses:
-            mine = torch.stack([results.losses[k] for k in micro])
+            # A plan runs some of the micro-batches only.
+            mine = torch.stack([results.losses.get(k, results.losses[0]) for k in micro])
             call = Collective(AllReduce(), "loss", "loss", Stream.CONTROL)
             losses = sums.start(call, mine).wait()
             if results.weights:
-                weights = torch.stack([results.weights[k] for k in micro]).to(losses.dtype)
+                weights = [results.weights.get(k, results.weights[0]) for k in micro]
+                weights = torch.stack(weights).to(losses.dtype)
                 value = {"total": losses.sum(), "weight": weights.sum()}
             else:
                 value = {"total": (losses * (1.0 / sums.size)).sum() / len(micro), "weight": None}

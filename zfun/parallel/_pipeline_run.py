@@ -164,16 +164,27 @@ class PipelineStep:
         # The input of the forward pass that runs.
         self._x: Any = None
 
-    def run(self, actions: Sequence[Action]) -> Results:
-        """Run the actions, and wait for everything that was sent."""
+    def run(
+        self, actions: Sequence[Action], watch: Callable[[Action | None], object] | None = None
+    ) -> Results:
+        """Run the actions, and wait for everything that was sent.
+
+        Args:
+            actions: of this rank.
+            watch: is called before each action, and with ``None`` after the last one.
+        """
         self._split = {(stage, k) for stage, kind, k in actions if kind == INPUTS}
         try:
             for action in actions:
+                if watch is not None:
+                    watch(action)
                 try:
                     self._run(action)
                 except BaseException as error:
                     error.add_note(f"in action {action} of a pipeline{self._input_of(action)}")
                     raise
+            if watch is not None:
+                watch(None)
         finally:
             for call in self._open.values():
                 call.pullback.close()

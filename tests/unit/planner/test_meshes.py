@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import gc
 import math
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ class Case:
         if self.sizes["sp"] > 1 and self.attention is ulysses:
             attend = ulysses(attend, mesh["sp"])
         elif self.sizes["sp"] > 1:
-            attend = functools.partial(ring_attention, axis=mesh["sp"])
+            attend = lambda *x, is_causal: ring_attention(*x, mesh["sp"], causal=is_causal)
 
         def layer(p: Any, x: Tensor) -> Tensor:
             y = F.layer_norm(x, (WIDTH,), p["norm"])
