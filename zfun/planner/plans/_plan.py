@@ -220,7 +220,8 @@ def planned(
         if watch is not None:
             watch(observer.meter)
         # Outside of the context, because optimizers are probed with numbers.
-        run = recipe(observer.group if mesh is None else named_mesh(observer.group, **mesh))
+        axes = None if mesh is None else named_mesh(observer.group, **mesh)
+        run = recipe(observer.group if axes is None else axes)
         try:
             plan = _plan_of(run, observer, params, batch, steps, device)
         except NotLeftYet as missing:
@@ -230,7 +231,9 @@ def planned(
             continue
         del waiting[number]
         plans[number] = dataclasses.replace(
-            plan, mesh=tuple((mesh or {}).items()), pipeline=_in_pipeline(run)
+            plan,
+            mesh=() if axes is None else tuple(axes.sizes.items()),
+            pipeline=_in_pipeline(run),
         )
     stages = tuple(plans[number] for number in sorted(plans)) if len(plans) > 1 else ()
     return dataclasses.replace(plans[rank], stages=stages)
@@ -271,7 +274,8 @@ def _size_and_rank(group: Group | int | None, mesh: Mapping[str, int] | None) ->
             "mesh={'pp': 2, 'dp': 4}"
         )
     if group is None:
-        return math.prod((mesh or {}).values()), 0
+        # An axis of the size -1 takes the rest, of which nothing is known.
+        return max(1, math.prod((mesh or {}).values())), 0
     if isinstance(group, Group):
         return group.size, group.rank
     return int(group), 0
