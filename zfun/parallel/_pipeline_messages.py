@@ -10,7 +10,7 @@ micro-batches, so both sides know whether a form comes first. Later messages wai
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -76,30 +76,41 @@ def form_of(
     """
     leaves: list[Tensor] = []
     forms: list[LeafForm] = []
-
-    def opened(x: Any, path: str) -> Any:
-        if x is None:
-            return None
-        if isinstance(x, Tensor):
-            dtype = str(x.dtype).removeprefix("torch.")
-            name = path or "."
-            forms.append(LeafForm(name, tuple(x.shape), dtype, has_grad(name)))
-            leaves.append(x)
-            return 0
-        inside = f"{path}." if path else ""
-        if type(x) in (list, tuple):
-            parts = [opened(part, f"{inside}{i}") for i, part in enumerate(x)]
-            return {type(x).__name__: parts}
-        if type(x) is dict and all(type(key) is str for key in x):
-            return {"dict": {key: opened(part, f"{inside}{key}") for key, part in x.items()}}
-        raise LeafError(
-            f"{what} are tensors, or tuples, lists and dicts of tensors; leaf {path or '.'!r} is "
-            f"{type(x).__name__}; return its tensors",
-            leaf=path or ".",
-        )
-
-    containers = json.dumps(opened(value, ""))
+    containers = json.dumps(_opened(value, "", what, has_grad, leaves, forms))
     return MessageForm(containers, tuple(forms)), leaves
+
+
+# A function of a module, because an inner one that calls itself is a cycle: it would keep the
+# leaves until Python looks for cycles.
+def _opened(
+    x: Any,
+    path: str,
+    what: str,
+    has_grad: Callable[[str], bool],
+    leaves: list[Tensor],
+    forms: list[LeafForm],
+) -> Any:
+    """Return the containers of a tree, and add the leaves and their forms to two lists."""
+    if x is None:
+        return None
+    if isinstance(x, Tensor):
+        dtype = str(x.dtype).removeprefix("torch.")
+        name = path or "."
+        forms.append(LeafForm(name, tuple(x.shape), dtype, has_grad(name)))
+        leaves.append(x)
+        return 0
+    inside = f"{path}." if path else ""
+    rest = what, has_grad, leaves, forms
+    if type(x) in (list, tuple):
+        parts = [_opened(part, f"{inside}{i}", *rest) for i, part in enumerate(x)]
+        return {type(x).__name__: parts}
+    if type(x) is dict and all(type(key) is str for key in x):
+        return {"dict": {key: _opened(part, f"{inside}{key}", *rest) for key, part in x.items()}}
+    raise LeafError(
+        f"{what} are tensors, or tuples, lists and dicts of tensors; leaf {path or '.'!r} is "
+        f"{type(x).__name__}; return its tensors",
+        leaf=path or ".",
+    )
 
 
 def rebuilt(form: MessageForm, leaves: list[Any]) -> Any:
@@ -110,22 +121,22 @@ def rebuilt(form: MessageForm, leaves: list[Any]) -> Any:
         >>> rebuilt(form, leaves)
         {'x': tensor([1., 1.]), 'y': (None,)}
     """
-    rest = iter(leaves)
+    return _closed(json.loads(form.containers), iter(leaves))
 
-    def closed(x: Any) -> Any:
-        match x:
-            case None:
-                return None
-            case {"list": parts}:
-                return [closed(part) for part in parts]
-            case {"tuple": parts}:
-                return tuple(closed(part) for part in parts)
-            case {"dict": parts}:
-                return {key: closed(part) for key, part in parts.items()}
-            case _:
-                return next(rest)
 
-    return closed(json.loads(form.containers))
+def _closed(x: Any, rest: Iterator[Any]) -> Any:
+    """Return a tree of containers and the next leaves."""
+    match x:
+        case None:
+            return None
+        case {"list": parts}:
+            return [_closed(part, rest) for part in parts]
+        case {"tuple": parts}:
+            return tuple(_closed(part, rest) for part in parts)
+        case {"dict": parts}:
+            return {key: _closed(part, rest) for key, part in parts.items()}
+        case _:
+            return next(rest)
 
 
 class Channel:

@@ -230,6 +230,8 @@ def test_a_plan_of_three_axes_tells_bytes_by_axis_and_the_pipeline() -> None:
     # Ring all-reduce over 2 ranks, twice forward and twice backward in a layer.
     assert plan.bytes_sent("activations", axis="tp") == 4 * activations
     assert sum(plan.bytes_sent(axis=axis) for axis in AXES) == plan.bytes_sent()
+    # Nothing of a message lives on.
+    assert plan.steady.device.activations == plan.steady.device.work == 0
     assert plan.pipeline == (3, 2, pytest.approx(1 / 4))
     assert [stage.rank for stage in plan.stages] == [1, 5]
     assert [stage.pipeline.in_flight for stage in plan.stages if stage.pipeline] == [2, 1]
