@@ -78,7 +78,7 @@ def start_json(value: Any, group: Group, root: int, name: str, part: str) -> lis
     text = json.dumps(value).encode()
     board = board_of(group)
     if board is not None:
-        board.leave(global_ranks(group)[root], (name, part, *global_ranks(group)), text)
+        board.values[global_ranks(group)[root], (name, part, *global_ranks(group))] = text
     return [
         _broadcast(torch.tensor([len(text)]), group, root, name, f"{part}, length of the form"),
         _broadcast(_as_tensor(text), group, root, name, f"{part}, form"),

@@ -63,6 +63,7 @@ class Pipeline(ParallelLoss):
     Attributes:
         num_micro_batches: of a step.
         schedule: the actions of each rank.
+        stages: those of this rank, by number.
         actions: those of this rank, with messages. A plan leaves out some that are like others.
         watch: a function that is called before each action, and with ``None`` after the last one.
     """
@@ -91,7 +92,7 @@ class Pipeline(ParallelLoss):
         self._axis = axis
         self._leaves = leaves
         self._rank_of = ranks_of_stages(schedule)
-        self._stages = {
+        self.stages = {
             stage: StageFunction(
                 fn,
                 _picker(stage, leaves),
@@ -144,7 +145,7 @@ class Pipeline(ParallelLoss):
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
         results = PipelineStep(
-            self._stages,
+            self.stages,
             len(self._rank_of),
             self._channels,
             start,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -157,7 +156,7 @@ class PipelineStep:
         self._loss_scale = loss_scale
         self._open: dict[tuple[int, int], Open] = {}
         self._arriving: dict[tuple[int, str, int], Arrival] = {}
-        self._sent: deque[list[Work]] = deque()
+        self._sent: dict[Action, list[Work]] = {}
         self._summed: dict[int, Work] = {}
         # Stages and micro-batches whose backward comes in two halves.
         self._split: set[tuple[int, int]] = set()
@@ -189,7 +188,7 @@ class PipelineStep:
             for call in self._open.values():
                 call.pullback.close()
         while self._sent:
-            self._wait_sent()
+            self._wait_sent(next(iter(self._sent)))
         return self.results
 
     def _run(self, action: Action) -> None:
@@ -220,12 +219,13 @@ class PipelineStep:
     def _send(self, action: Action, value: Any, has_grad: Callable[[str], bool]) -> None:
         stage, kind, k = action
         channel = self._channels[stage, kind]
-        self._sent.append(channel.send(value, _message(stage, kind, k), self._keys[k], has_grad))
+        works = channel.send(value, _message(stage, kind, k), self._keys[k], has_grad)
+        self._sent[action] = works
         while len(self._sent) > _MAX_SENT:
-            self._wait_sent()
+            self._wait_sent(next(iter(self._sent)))
 
-    def _wait_sent(self) -> None:
-        for work in self._sent.popleft():
+    def _wait_sent(self, action: Action) -> None:
+        for work in self._sent.pop(action, []):
             work.wait()
 
     def _input_of(self, action: Action) -> str:
@@ -270,6 +270,8 @@ class PipelineStep:
                 call.weights = torch.cat([call.weights, summed]).double()
         else:
             back = self._arriving.pop((stage, "B", k))()
+            # Whoever answers has the outputs, so this wait is over, and sets them free.
+            self._wait_sent(Action(stage, "SEND_F", k))
             call.weights = back["weights"]
             cotangents = _like(call.out, set(call.pullback.paths), back["x"])
         inputs = grad_leaves(call.x)

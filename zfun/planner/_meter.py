@@ -38,8 +38,8 @@ from zfun import tree
 from zfun.collectives import Collective, Group, Work, board_of, global_ranks
 from zfun.errors import OptionError
 from zfun.optim import MasterState
-from zfun.planner._buffers import STATE, WatchedBuffers
-from zfun.planner._parts import Bytes, Live
+from zfun.planner._buffers import MARK, STATE, WatchedBuffers
+from zfun.planner._parts import Bytes, Instant, Live
 from zfun.planner._shapes import Shapes
 from zfun.stores import Stored, on_disk
 
@@ -154,7 +154,15 @@ class Meter(TorchDispatchMode):
 
     def live(self) -> Live:
         """Return the bytes between steps and at the moments since the beginning."""
-        return Live(tuple(self._buffers.replay()))
+        return Live(tuple(instant for instant in self.course() if instant.what != MARK))
+
+    def mark(self) -> None:
+        """Cut the course of the step here."""
+        self._buffers.mark()
+
+    def course(self) -> list[Instant]:
+        """Return what :meth:`live` does, with the marks."""
+        return [*self._buffers.replay()]
 
     @property
     def crossed(self) -> Mapping[str, int]:

@@ -10,7 +10,7 @@ names the rank that leaves it: whoever runs the ranks runs that one first, and t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -30,35 +30,40 @@ class NotLeftYet(Exception):  # noqa: N818, the ranks go on after it
         key: of the value.
     """
 
-    def __init__(self, rank: int, key: Hashable) -> None:
+    def __init__(self, rank: int, key: tuple[Any, ...]) -> None:
         super().__init__(f"rank {rank} has not run yet")
         self.rank = rank
         self.key = key
 
 
 class Board:
-    """Values that ranks of an abstract group leave for each other; see [Note: boards]."""
+    """Values that ranks of an abstract group leave for each other; see [Note: boards].
+
+    Attributes:
+        values: by the global rank that has left them, and a key.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+        self.values: dict[tuple[int, tuple[Any, ...]], Any] = {}
 
-    def leave(self, rank: int, key: Hashable, value: Any) -> None:
-        """Leave a value of a rank."""
-        self._values[rank, key] = value
+    def find(self, rank: int, key: tuple[Any, ...]) -> Any:
+        """Return the value that a rank has left, or ``None``."""
+        return self.values.get((rank, key))
 
-    def read(self, rank: int, key: Hashable) -> Any:
+    def read(self, rank: int, key: tuple[Any, ...]) -> Any:
         """Return the value that a rank has left.
 
         Raises:
             NotLeftYet: there is none.
         """
-        if (rank, key) not in self._values:
+        found = self.find(rank, key)
+        if found is None:
             raise NotLeftYet(rank, key)
-        return self._values[rank, key]
+        return found
 
-    def has(self, missing: NotLeftYet | None) -> bool:
+    def lets_go_on(self, missing: NotLeftYet | None) -> bool:
         """Whether a rank that ended so can go on now; a rank that has not run yet can."""
-        return missing is None or (missing.rank, missing.key) in self._values
+        return missing is None or self.find(missing.rank, missing.key) is not None
 
 
 @final
