@@ -122,15 +122,19 @@ def planned_mesh(
 
     sizes = dict(mesh) if {"dp", "sp"} & mesh.keys() else {"dp": 1, **mesh}
     batch = mesh_batch(sizes, rows, length)
-    return plan_of(make, functional(module).params, batch, ranks, mesh=sizes, device="meta")
+    return plan_of(
+        make, functional(module).params, batch, ranks, mesh=sizes, device="meta", fold=True
+    )
 
 
 def _rows_of(stages: tuple[Plan, ...], machine: Hardware | None) -> list[tuple[str, ...]]:
-    rows = [("stage", "kept", "peak", "in flight", "sent", "operations")]
-    rows = [(*rows[0], "at least, s", "at most, s")] if machine else rows
-    for number, plan in enumerate(stages):
-        cells = (
-            f"{number}",
+    times = ("at least, s", "at most, s") if machine else ()
+    rows: list[tuple[str, ...]] = [
+        ("stage", "kept", "peak", "in flight", "sent", "operations", *times)
+    ]
+    for index, plan in enumerate(stages):
+        cells: tuple[str, ...] = (
+            f"{index}",
             f"{plan.steady.device.total:,}",
             f"{plan.peak.device.total:,}",
             f"{plan.pipeline.in_flight if plan.pipeline else 0}",

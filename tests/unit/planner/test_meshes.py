@@ -69,11 +69,13 @@ class Case:
         return {"ids": ids, "labels": ids.flip(1).contiguous()}
 
     def recipe(self, mesh: Any) -> Any:
-        attend = F.scaled_dot_product_attention
+        attend: Any = F.scaled_dot_product_attention
         if self.sizes["sp"] > 1 and self.attention is ulysses:
             attend = ulysses(attend, mesh["sp"])
         elif self.sizes["sp"] > 1:
-            attend = lambda *x, is_causal: ring_attention(*x, mesh["sp"], causal=is_causal)
+            attend = lambda q, k, v, is_causal: ring_attention(
+                q, k, v, mesh["sp"], causal=is_causal
+            )
 
         def layer(p: Any, x: Tensor) -> Tensor:
             y = F.layer_norm(x, (WIDTH,), p["norm"])
@@ -129,10 +131,16 @@ class Case:
             offload=zf.stores.Offload(**stores),
         )
 
-    def plan(self, rank: int, steps: int) -> Plan:
+    def plan(self, rank: int, steps: int = 2, *, fold: bool = False) -> Plan:
         group = zf.collectives.abstract_group(math.prod(self.sizes.values()), rank)
         return zf.plan(
-            self.recipe, self.params(), self.batch(), group, mesh=self.sizes, steps=steps
+            self.recipe,
+            self.params(),
+            self.batch(),
+            group,
+            mesh=self.sizes,
+            steps=steps,
+            fold=fold,
         )
 
     def measured(self, rank: int, steps: int) -> Plan:
@@ -235,3 +243,26 @@ def test_a_plan_of_three_axes_tells_bytes_by_axis_and_the_pipeline() -> None:
     assert plan.pipeline == (3, 2, pytest.approx(1 / 4))
     assert [stage.rank for stage in plan.stages] == [1, 5]
     assert [stage.pipeline.in_flight for stage in plan.stages if stage.pipeline] == [2, 1]
+
+
+def check_folded(case: Case, rank: int = 0) -> None:
+    plan, folded = case.plan(rank), case.plan(rank, fold=True)
+    assert len(plan.stages) == case.sizes["pp"]
+    for one, other in zip(folded.stages, plan.stages, strict=True):
+        assert one == other
+    assert folded == plan
+
+
+def test_a_folded_plan_is_the_plan() -> None:
+    check_folded(Case(sizes(pp=4), 1, num_micro_batches=7, bucket_bytes=2**20))
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(1))
+@given(drawn=cases(), pp=st.integers(2, 6), count=st.integers(1, 9))
+def test_any_folded_plan_is_the_plan(drawn: tuple[Case, int], pp: int, count: int) -> None:
+    case, _ = drawn
+    grown = {**case.sizes, "pp": pp}
+    case = dataclasses.replace(case, sizes=grown, num_micro_batches=count * case.stages_per_rank)
+    if case.stages_per_rank == 1:
+        check_folded(case)

@@ -22,7 +22,7 @@ from zfun.errors import OptionError
 from zfun.options import integer, takes
 
 
-class NotLeftYet(Exception):  # noqa: N818, the ranks go on after it
+class NotLeftYet(Exception):
     """A rank needs what another one has not left on a board yet.
 
     Attributes:

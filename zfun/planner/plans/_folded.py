@@ -163,7 +163,8 @@ def pieces_of(course: Sequence[Instant], counts: Sequence[Counts], log: Sequence
                     - collections.Counter(dict(before.attention)),
                 )
             )
-            level, instants = end, []
+            level = end
+            instants = []
     return found
 
 
@@ -265,9 +266,7 @@ class AlikeBoard(Board):
         )
 
 
-def _kind_of(
-    rank: int, loss: Pipeline, params: tree.Tree
-) -> tuple[Hashable, tuple[str, ...]]:
+def _kind_of(rank: int, loss: Pipeline, params: tree.Tree) -> tuple[Hashable, tuple[str, ...]]:
     """Return all that the steps of two ranks must have in common, and names of the leaves."""
     pipe, *others = loss.model_axes
     places = collections.Counter(map(memory_of, tree.leaves(params)))

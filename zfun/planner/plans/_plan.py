@@ -33,9 +33,9 @@ from zfun.options import ANY, BOOL, DEVICE, FUNCTION, GROUP, instance, integer, 
 from zfun.parallel import Pipeline
 from zfun.parallel.schedules import activations_in_flight, bubble
 from zfun.planner._abstract import abstract
+from zfun.planner._buffers import MARK
 from zfun.planner._kernels import AttentionCounter
 from zfun.planner._meter import Meter
-from zfun.planner._buffers import MARK
 from zfun.planner._parts import Instant, Live
 from zfun.planner.plans._flops import FlopCounter, Flops, Touched
 from zfun.planner.plans._folded import (
