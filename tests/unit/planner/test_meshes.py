@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -230,7 +231,7 @@ def test_the_plan_of_any_mesh_equals_the_run(drawn: tuple[Case, int], steps: int
 
 
 def test_a_plan_of_three_axes_tells_bytes_by_axis_and_the_pipeline() -> None:
-    case = Case(sizes(pp=2, dp=2, tp=2), num_micro_batches=3)
+    case = Case(sizes(pp=2, dp=2, tp=2), stage=1, num_micro_batches=3)
     plan = case.check(rank=1)
     # A micro-batch of 2 rows in float32, to the next stage.
     activations = 3 * 2 * TOKENS * WIDTH * 4
@@ -254,7 +255,7 @@ def check_folded(case: Case, rank: int = 0) -> None:
 
 
 def test_a_folded_plan_is_the_plan() -> None:
-    check_folded(Case(sizes(pp=4), 1, num_micro_batches=7, bucket_bytes=2**20))
+    check_folded(Case(sizes(pp=3), 1, num_micro_batches=5, bucket_bytes=2**20))
 
 
 @pytest.mark.slow
@@ -266,3 +267,31 @@ def test_any_folded_plan_is_the_plan(drawn: tuple[Case, int], pp: int, count: in
     case = dataclasses.replace(case, sizes=grown, num_micro_batches=count * case.stages_per_rank)
     if case.stages_per_rank == 1:
         check_folded(case)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_forward_one_backward", "zero_bubble"])
+def test_a_timeline_of_a_pipeline_has_a_lane_for_each_rank_and_its_bubble(name: str) -> None:
+    schedule = getattr(zf.parallel.schedules, name)(4, 6)
+    found = zf.planner.timeline(schedule)
+    lanes: dict[str, list[Any]] = {}
+    for span in found.spans:
+        lanes.setdefault(span.lane, []).append(span)
+    assert sorted(lanes) == [f"rank {rank}" for rank in range(4)]
+    for spans in lanes.values():
+        assert all(one.end <= other.start for one, other in itertools.pairwise(spans))
+    busy = sum(span.end - span.start for span in found.spans)
+    share = zf.parallel.schedules.bubble(schedule)
+    assert 1 - busy / (4 * found.duration) == pytest.approx(share)
+
+
+def test_a_description_says_how_model_axes_spread_a_leaf() -> None:
+    case = Case(sizes(pp=2, tp=2), num_micro_batches=1)
+
+    def main(group: zf.Group) -> dict[str, str]:
+        state = case.recipe(zf.mesh(group, **case.sizes)).init(case.params())
+        return {row.path: row.placement for row in zf.describe(state.params).rows}
+
+    found = zf.simulate(4, main)[2]
+    assert found["h.1.up"] == "S, held by 1 (pp), dim 0 (tp)"
+    assert found["h.1.down"].endswith("held by 1 (pp), dim 1 (tp)")
+    assert found["head"] == "S, held by 1 (pp)"

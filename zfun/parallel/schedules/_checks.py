@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zfun.errors import OptionError
 from zfun.options import number, takes
@@ -189,13 +189,28 @@ def bubble(
         (0.2, 0.0769)
     """
     times = {FORWARD: forward, BACKWARD: inputs + weights, INPUTS: inputs, WEIGHTS: weights}
+    bars = spans_of(schedule, times)
+    busy, last = sum(end - begin for _, _, begin, end in bars), max(bar[3] for bar in bars)
+    return 1.0 - busy / (len(schedule) * last) if busy else 0.0
+
+
+def spans_of(
+    schedule: Sequence[Sequence[Action]], times: Mapping[str, float]
+) -> list[tuple[int, Action, float, float]]:
+    """Return rank, action, begin and end of each action, if messages take no time.
+
+    Args:
+        schedule: the schedule.
+        times: of each kind of action.
+    """
     free = [0.0] * len(schedule)
     ends: dict[Action, float] = {}
+    found = []
     for rank, action, needed in _in_turn(schedule):
-        start = max([free[rank], *(ends[other] for other in needed)])
-        free[rank] = ends[action] = start + times[action.kind]
-    busy = sum(times[action.kind] for actions in schedule for action in actions)
-    return 1.0 - busy / (len(schedule) * max(free)) if busy else 0.0
+        begin = max([free[rank], *(ends[other] for other in needed)])
+        free[rank] = ends[action] = begin + times[action.kind]
+        found.append((rank, action, begin, free[rank]))
+    return found
 
 
 @takes(schedule=ACTIONS)
