@@ -142,24 +142,33 @@ def _io_bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from zfun import demo
 
-    limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
-    options: dict[str, Any] = {
-        "ranks": args.ranks,
-        "rows": args.rows,
-        "length": args.length,
-        "dtype": args.dtype,
-        "hardware": args.hardware,
-        **{name: float(size) for name, size in limits.items() if size is not None},
-    }
-    if args.mesh is None:
-        return demo.plan(args.hf, **options, out=args.out)
-    return demo.mesh_plan(
+    infinite = float("inf")
+    device_bytes = float(args.device_memory or infinite)
+    host_bytes = float(args.host_memory or infinite)
+    if args.mesh is not None:
+        import torch
+
+        precision = torch.bfloat16 if args.dtype == "bf16" else None
+        return demo.mesh_plan(
+            args.hf,
+            ranks=args.ranks,
+            choice=demo.MeshChoice(
+                args.mesh, args.stage, args.micro_batches, args.recomputed, precision
+            ),
+            rows=args.rows,
+            length=args.length,
+            machine=demo.machine_of(args.hardware, device_bytes, host_bytes),
+        )
+    return demo.plan(
         args.hf,
-        **options,
-        mesh=args.mesh,
-        micro_batches=args.micro_batches,
-        stage=args.stage,
-        recomputed=args.recomputed,
+        ranks=args.ranks,
+        rows=args.rows,
+        length=args.length,
+        dtype=args.dtype,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        hardware=args.hardware,
+        out=args.out,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,59 +12,65 @@ import torch
 
 from zfun.modules import functional
 from zfun.optim import adamw
-from zfun.options import BOOL, PATH, instance, integer, number, one_of, takes
+from zfun.options import BOOL, PATH, instance, integer, one_of, takes
 from zfun.planner import Hardware, Plan, module_of, recompute
 from zfun.planner import plan as plan_of
 from zfun.recipes import zero
 from zfun.tables import in_columns
 
-_SIZE = number(above=0, infinite=True, example="80e9")
+
+@takes(
+    sizes=instance(Mapping, "the size of each axis, by name", "{'pp': 8, 'dp': 16, 'tp': 8}"),
+    stage=integer(0),
+    micro_batches=integer(1) | None,
+    recomputed=BOOL,
+    precision=one_of(torch.bfloat16, torch.float16) | None,
+)
+@dataclass(frozen=True)
+class MeshChoice:
+    """The composition that ``zfun plan --mesh`` plans.
+
+    Attributes:
+        sizes: the size of each axis, the slowest first: of ``pp``, ``dp``, ``sp`` and ``tp``.
+        stage: of :func:`zfun.zero`.
+        micro_batches: of a step; by default one for each row in a pipeline, else 1.
+        recomputed: whether layers are recomputed in backward.
+        precision: mixed precision.
+    """
+
+    sizes: Mapping[str, int]
+    stage: int = 1
+    micro_batches: int | None = None
+    recomputed: bool = False
+    precision: torch.dtype | None = None
 
 
 @takes(
     path=PATH,
     ranks=integer(1),
-    mesh=instance(dict, "the size of each axis, by name", "{'pp': 8, 'dp': 16, 'tp': 8}"),
+    choice=instance(MeshChoice, "a MeshChoice", "MeshChoice({'dp': 8})"),
     rows=integer(1),
     length=integer(2),
-    micro_batches=integer(1) | None,
-    stage=integer(0),
-    recomputed=BOOL,
-    dtype=one_of("fp32", "bf16"),
-    device_bytes=_SIZE,
-    host_bytes=_SIZE,
-    hardware=PATH | None,
+    machine=instance(Hardware, "a zf.planner.Hardware", "zf.planner.Hardware(flops_per_s=1e12)"),
 )
 def mesh_plan(
     path: str | Path,
     *,
     ranks: int,
-    mesh: Mapping[str, int],
+    choice: MeshChoice,
     rows: int = 1,
     length: int = 1024,
-    micro_batches: int | None = None,
-    stage: int = 1,
-    recomputed: bool = False,
-    dtype: str = "fp32",
-    device_bytes: float = float("inf"),
-    host_bytes: float = float("inf"),
-    hardware: str | Path | None = None,
+    machine: Hardware,
 ) -> int:
     """Print the plan of a model of Hugging Face over the axes of a mesh.
 
     Args:
         path: ``config.json``.
         ranks: the number of ranks.
-        mesh: the size of each axis, the slowest first: of ``pp``, ``dp``, ``sp`` and ``tp``.
+        choice: the mesh and the rest of the composition.
         rows: sequences in the batch of a data rank.
         length: tokens in a sequence.
-        micro_batches: of a step; by default one for each row in a pipeline, else 1.
-        stage: of :func:`zfun.zero`.
-        recomputed: whether layers are recomputed in backward.
-        dtype: ``"bf16"`` for mixed precision.
-        device_bytes: the memory of the device of a rank.
-        host_bytes: the host memory for one rank.
-        hardware: a file of ``zfun hw-bench``, for times.
+        machine: of finite rates, if times are wanted.
 
     Returns:
         The exit status: 0 if the plan fits, else 1.
@@ -73,62 +79,53 @@ def mesh_plan(
         OptionError: a package is missing, a file cannot be read, or the mesh fits neither the ranks
             nor the model.
     """
-    machine = Hardware.load(hardware) if hardware else Hardware(flops_per_s=math.inf)
-    machine = dataclasses.replace(
-        machine,
-        device_bytes=min(device_bytes, machine.device_bytes),
-        host_bytes=min(host_bytes, machine.host_bytes),
-    )
     module = module_of(path)
-    if recomputed:
+    if choice.recomputed:
         recompute(module)
-    count = micro_batches or (rows if mesh.get("pp", 1) > 1 else 1)
-    precision = torch.bfloat16 if dtype == "bf16" else None
-    found = planned_mesh(module, ranks, mesh, rows, length, count, stage, precision)
+    found = planned_mesh(module, ranks, choice, rows, length)
     sizes = ", ".join(f"{name}={size}" for name, size in found.mesh)
     print(f"{path}: {ranks} ranks ({sizes}), {rows} x {length} tokens on each data rank\n")
     print(found)
     stages = found.stages or (found,)
-    if len(stages) > 1:
-        print(f"\n{in_columns(_rows_of(stages, machine if hardware else None))}")
+    if len(stages) > 1 or math.isfinite(machine.flops_per_s):
+        print(f"\n{in_columns(_rows_of(stages, machine))}")
     return int(any(plan.excess(machine) for plan in stages))
 
 
-def planned_mesh(
-    module: Any,
-    ranks: int,
-    mesh: Mapping[str, int],
-    rows: int,
-    length: int,
-    num_micro_batches: int,
-    stage: int,
-    precision: torch.dtype | None,
-) -> Plan:
+def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length: int) -> Plan:
     """Plan a causal model of Hugging Face over a mesh, with AdamW."""
     # transformers takes seconds to import.
     from zfun.interop.transformers import mesh_batch, mesh_loss
 
+    is_pipeline = choice.sizes.get("pp", 1) != 1
+    count = choice.micro_batches or (rows if is_pipeline else 1)
+
     def make(axes: Any) -> Any:
-        is_pipeline = axes.sizes.get("pp", 1) > 1
         data = [name for name in axes.names if name in ("dp", "sp")]
         return zero(
-            stage,
-            mesh_loss(module, axes, num_micro_batches),
+            choice.stage,
+            mesh_loss(module, axes, count),
             adamw(1e-4),
             axes[tuple(data)],
-            precision=precision,
-            num_micro_batches=1 if is_pipeline else num_micro_batches,
+            precision=choice.precision,
+            num_micro_batches=1 if axes.sizes.get("pp", 1) > 1 else count,
         )
 
-    sizes = dict(mesh) if {"dp", "sp"} & mesh.keys() else {"dp": 1, **mesh}
-    batch = mesh_batch(sizes, rows, length)
+    sizes = dict(choice.sizes) if {"dp", "sp"} & choice.sizes.keys() else {"dp": 1, **choice.sizes}
     return plan_of(
-        make, functional(module).params, batch, ranks, mesh=sizes, device="meta", fold=True
+        make,
+        functional(module).params,
+        mesh_batch(sizes, rows, length),
+        ranks,
+        mesh=sizes,
+        device="meta",
+        fold=True,
     )
 
 
-def _rows_of(stages: tuple[Plan, ...], machine: Hardware | None) -> list[tuple[str, ...]]:
-    times = ("at least, s", "at most, s") if machine else ()
+def _rows_of(stages: tuple[Plan, ...], machine: Hardware) -> list[tuple[str, ...]]:
+    has_times = math.isfinite(machine.flops_per_s)
+    times = ("at least, s", "at most, s") if has_times else ()
     rows: list[tuple[str, ...]] = [
         ("stage", "kept", "peak", "in flight", "sent", "operations", *times)
     ]
@@ -141,7 +138,7 @@ def _rows_of(stages: tuple[Plan, ...], machine: Hardware | None) -> list[tuple[s
             f"{plan.bytes_sent():,}",
             f"{plan.flops.total:.4g}",
         )
-        if machine:
+        if has_times:
             found = plan.on(machine)
             cells = (*cells, f"{found.at_least_s:.3g}", f"{found.at_most_s:.3g}")
         rows.append(cells)

@@ -60,13 +60,7 @@ def plan(
     """
     model = from_huggingface(path, rows, length)
     model = dataclasses.replace(model, precision=torch.bfloat16 if dtype == "bf16" else None)
-    # A machine of which no rate is known is planned without times.
-    machine = Hardware.load(hardware) if hardware else Hardware(flops_per_s=float("inf"))
-    machine = dataclasses.replace(
-        machine,
-        device_bytes=min(device_bytes, machine.device_bytes),
-        host_bytes=min(host_bytes, machine.host_bytes),
-    )
+    machine = machine_of(hardware, device_bytes, host_bytes)
     found = compare(
         {str(one): lambda group, one=one: one.of(model, group) for one in _shown(model.precision)},
         model.params,
@@ -88,6 +82,16 @@ def plan(
     if importlib.util.find_spec("matplotlib") is not None:
         print(f"\nPicture: {_draw(found, machine, Path(out))}")
     return 0 if is_good else 1
+
+
+def machine_of(hardware: str | Path | None, device_bytes: float, host_bytes: float) -> Hardware:
+    """Return the machine of a file with less memory; without a file, one without times."""
+    machine = Hardware.load(hardware) if hardware else Hardware(flops_per_s=float("inf"))
+    return dataclasses.replace(
+        machine,
+        device_bytes=min(device_bytes, machine.device_bytes),
+        host_bytes=min(host_bytes, machine.host_bytes),
+    )
 
 
 def _shown(precision: torch.dtype | Precision | None) -> list[Candidate]:

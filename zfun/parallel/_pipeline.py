@@ -90,7 +90,9 @@ class Pipeline(ParallelLoss):
         self.num_micro_batches = num_micro_batches
         self.schedule = schedule
         self._axis = axis
-        self._leaves = leaves
+        self._named = leaves
+        # Thousands of paths are found at once, and globs one by one.
+        self._leaves = None if leaves is None else [_paths_and_globs(names) for names in leaves]
         self._rank_of = ranks_of_stages(schedule)
         self.stages = {
             stage: StageFunction(
@@ -178,8 +180,8 @@ class Pipeline(ParallelLoss):
             call = Collective(AllReduce(), "loss", "loss", Stream.CONTROL)
             losses = sums.start(call, mine).wait()
             if results.weights:
-                weights = [results.weights.get(k, results.weights[0]) for k in micro]
-                weights = torch.stack(weights).to(losses.dtype)
+                given = [results.weights.get(k, results.weights[0]) for k in micro]
+                weights = torch.stack(given).to(losses.dtype)
                 value = {"total": losses.sum(), "weight": weights.sum()}
             else:
                 value = {"total": (losses * (1.0 / sums.size)).sum() / len(micro), "weight": None}
@@ -197,7 +199,7 @@ class Pipeline(ParallelLoss):
         plan = {
             "schedule": f"one of {len(self._rank_of)} stages and {self.num_micro_batches} "
             f"micro-batches, checksum {zlib.crc32(text.encode()):08x}",
-            "leaves": self._leaves,
+            "leaves": self._named,
         }
         records = [LeafRecord.of_option(name, value) for name, value in plan.items()]
         check_same(records, self._axis, "plan of a pipeline", kind="option")
@@ -245,7 +247,6 @@ class Pipeline(ParallelLoss):
         return TiedLeaves(slots, self._groups)
 
     def _ranks_with(self, path: str) -> tuple[int, ...]:
-        """Return the ranks whose stages use a leaf."""
         return tuple(sorted({self._rank_of[stage] for stage in self._stages_with(path)}))
 
     def _spread_inside(
@@ -274,8 +275,8 @@ class Pipeline(ParallelLoss):
         else:
             stages = [
                 stage
-                for stage, globs in enumerate(self._leaves)
-                if any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+                for stage, (paths, globs) in enumerate(self._leaves)
+                if path in paths or any(fnmatch.fnmatchcase(path, glob) for glob in globs)
             ]
         if not stages:
             raise LeafError(
@@ -427,6 +428,11 @@ def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:
         return params[stage]
 
     return own if leaves is None else lambda params: params
+
+
+def _paths_and_globs(names: Sequence[str]) -> tuple[frozenset[str], list[str]]:
+    globs = [name for name in names if any(x in name for x in "*?[")]
+    return frozenset(names), globs
 
 
 def _pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:

@@ -8,6 +8,7 @@ import gc
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 import zfun as zf
 from tests.conftest import examples
 from tests.unit.planner.test_live import compiled_kernels
+from zfun import cli
 from zfun.parallel import ring_attention, token_mean, ulysses
 from zfun.planner import Observer, Plan
 
@@ -295,3 +297,28 @@ def test_a_description_says_how_model_axes_spread_a_leaf() -> None:
     assert found["h.1.up"] == "S, held by 1 (pp), dim 0 (tp)"
     assert found["h.1.down"].endswith("held by 1 (pp), dim 1 (tp)")
     assert found["head"] == "S, held by 1 (pp)"
+
+
+@pytest.mark.slow
+def test_the_command_plans_a_mesh_of_a_model_of_hugging_face(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    widths = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    counts = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8}
+    transformers.LlamaConfig(**widths, **counts).save_pretrained(tmp_path)
+    given = ["plan", "--hf", str(tmp_path / "config.json"), "--ranks", "64", "--rows", "4"]
+    given += ["--length", "64"]
+    mesh = ["--mesh", "pp=2,dp=-1,tp=8", "--recomputed"]
+    assert cli.main([*given, *mesh, "--device-memory", "1GB"]) == 0
+    printed = capsys.readouterr().out
+    assert "64 ranks (pp=2, dp=4, tp=8), 4 x 64 tokens on each data rank" in printed
+    axes = [line.split()[:2] for line in printed.splitlines() if line[:2] in AXES]
+    assert axes == [["pp", "2"], ["dp", "4"], ["tp", "8"]]
+    assert cli.main([*given, *mesh, "--device-memory", "1KB"]) == 1
+    assert cli.main([*given, "--mesh", "dp=3,tp=8"]) == 2
+    assert "sizes of the axes multiply to the number of ranks" in capsys.readouterr().err
+    assert cli.main([*given, "--mesh", "dp=-1,ep=2"]) == 2
+    assert "knows the axes pp, dp, sp and tp" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*given, "--mesh", "dp=8,dp=8"])

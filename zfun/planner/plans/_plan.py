@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -237,7 +237,15 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    return planned(recipe, params, batch, group, steps, device, mesh=mesh, fold=fold)
+    meshed = None if mesh is None else Meshed(mesh, fold)
+    return planned(recipe, params, batch, group, steps, device, meshed=meshed)
+
+
+class Meshed(NamedTuple):
+    """The axes of a plan, and whether it is folded."""
+
+    mesh: Mapping[str, int]
+    fold: bool = False
 
 
 def planned(
@@ -248,12 +256,11 @@ def planned(
     steps: int,
     device: torch.device | str,
     watch: Callable[[Meter], object] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    *,
-    fold: bool = False,
+    meshed: Meshed | None = None,
 ) -> Plan:
     """Plan a step, as :func:`plan` does; ``watch`` is called with the meter."""
     device = _present(device)
+    mesh, fold = (None, False) if meshed is None else meshed
     size, rank = _size_and_rank(group, mesh)
     board = AlikeBoard()
 
