@@ -38,7 +38,7 @@ from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._local import Spread
-from zfun.parallel._pipeline_messages import Channel
+from zfun.parallel._pipeline_messages import Channel, pair_groups
 from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of, tied
 from zfun.parallel.schedules import (
@@ -216,7 +216,7 @@ class Pipeline(ParallelLoss):
         """Make the channels of this rank, over groups of two ranks."""
         axis, rank_of = self._axis, self._rank_of
         ends = [*itertools.pairwise(rank_of)]
-        groups = _pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
+        groups = pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
         for stage, (first, second) in enumerate(ends):
             if first == second or axis.rank not in (first, second):
                 continue
@@ -433,24 +433,6 @@ def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:
 def _paths_and_globs(names: Sequence[str]) -> tuple[frozenset[str], list[str]]:
     globs = [name for name in names if any(x in name for x in "*?[")]
     return frozenset(names), globs
-
-
-def _pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
-    """Return the group of two for each rank that this rank has messages with."""
-    found: dict[int, Group] = {}
-    left = list(pairs)
-    while left:
-        # Pairs without a common rank are made together.
-        parts: list[tuple[int, int]] = []
-        for pair in left:
-            if not any(set(pair) & set(other) for other in parts):
-                parts.append(pair)
-        left = [pair for pair in left if pair not in parts]
-        group = group_of(axis, parts)
-        for low, high in parts:
-            if axis.rank in (low, high):
-                found[high if axis.rank == low else low] = group
-    return found
 
 
 def _refuse_call(params: Any, batch: Any) -> NoReturn:

@@ -10,7 +10,7 @@ micro-batches, so both sides know whether a form comes first. Later messages wai
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from zfun.collectives import (
     start_json,
 )
 from zfun.errors import LeafError, SpecMismatch
+from zfun.parallel._pipeline_tied import group_of
 
 Arrival: TypeAlias = Callable[[], Any]
 """Waits for a message, and returns the tree."""
@@ -225,3 +226,21 @@ class Channel:
 def grad_leaves(value: Any) -> list[Tensor]:
     """Return the leaves of a tree that want a cotangent."""
     return [leaf for leaf in tree.leaves(value) if leaf.requires_grad]
+
+
+def pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
+    """Return the group of two for each rank that this rank has messages with."""
+    found: dict[int, Group] = {}
+    left = list(pairs)
+    while left:
+        # Pairs without a common rank are made together.
+        parts: list[tuple[int, int]] = []
+        for pair in left:
+            if not any(set(pair) & set(other) for other in parts):
+                parts.append(pair)
+        left = [pair for pair in left if pair not in parts]
+        group = group_of(axis, parts)
+        for low, high in parts:
+            if axis.rank in (low, high):
+                found[high if axis.rank == low else low] = group
+    return found

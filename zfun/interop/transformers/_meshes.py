@@ -97,8 +97,26 @@ def mesh_loss(
     return cut(lambda params, batch: apply(params, **batch, use_cache=False).loss)
 
 
+@takes(
+    sizes=instance(Mapping, "the size of each axis, by name", "{'dp': 2, 'sp': 2}"),
+    rows=integer(1),
+    length=integer(2),
+)
 def mesh_batch(sizes: Mapping[str, int], rows: int, length: int) -> dict[str, Tensor]:
-    """Return the batch of a rank for :func:`mesh_loss`, on the ``meta`` device."""
+    """Return the batch of a rank for :func:`mesh_loss`, without numbers, for a plan.
+
+    Args:
+        sizes: the size of each axis.
+        rows: sequences in the batch of a data rank.
+        length: tokens in a sequence, of which a rank of a sequence axis has a part.
+
+    Returns:
+        Tensors on the ``meta`` device.
+
+    Example:
+        >>> {name: tuple(x.shape) for name, x in mesh_batch({"dp": 4, "sp": 2}, 3, 64).items()}
+        {'input_ids': (3, 32), 'position_ids': (3, 32), 'shift_labels': (3, 32)}
+    """
     tokens = torch.empty(rows, length // sizes.get("sp", 1), dtype=torch.int64, device="meta")
     if sizes.get("sp", 1) == 1:
         return {"input_ids": tokens, "labels": tokens}
