@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zfun.cli._parsing import (
     add_command,
@@ -14,9 +15,6 @@ from zfun.cli._parsing import (
     positive,
     size,
 )
-
-if TYPE_CHECKING:
-    import argparse
 
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
@@ -142,33 +140,32 @@ def _io_bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from zfun import demo
 
-    infinite = float("inf")
-    device_bytes = float(args.device_memory or infinite)
-    host_bytes = float(args.host_memory or infinite)
-    if args.mesh is not None:
-        import torch
-
-        precision = torch.bfloat16 if args.dtype == "bf16" else None
-        return demo.mesh_plan(
+    limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
+    machine = demo.machine_of(
+        args.hardware, **{k: float(x) for k, x in limits.items() if x is not None}
+    )
+    if args.mesh is None:
+        return demo.plan(
             args.hf,
+            machine,
             ranks=args.ranks,
-            choice=demo.MeshChoice(
-                args.mesh, args.stage, args.micro_batches, args.recomputed, precision
-            ),
             rows=args.rows,
             length=args.length,
-            machine=demo.machine_of(args.hardware, device_bytes, host_bytes),
+            dtype=args.dtype,
+            out=args.out,
         )
-    return demo.plan(
+    import torch
+
+    precision = torch.bfloat16 if args.dtype == "bf16" else None
+    return demo.mesh_plan(
         args.hf,
+        machine,
         ranks=args.ranks,
+        choice=demo.MeshChoice(
+            args.mesh, args.stage, args.micro_batches, args.recomputed, precision
+        ),
         rows=args.rows,
         length=args.length,
-        dtype=args.dtype,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        hardware=args.hardware,
-        out=args.out,
     )
 
 

@@ -47,30 +47,30 @@ class MeshChoice:
 
 @takes(
     path=PATH,
+    machine=instance(Hardware, "the rates and sizes of a machine", "demo.machine_of(None)"),
     ranks=integer(1),
     choice=instance(MeshChoice, "a MeshChoice", "MeshChoice({'dp': 8})"),
     rows=integer(1),
     length=integer(2),
-    machine=instance(Hardware, "a zf.planner.Hardware", "zf.planner.Hardware(flops_per_s=1e12)"),
 )
 def mesh_plan(
     path: str | Path,
+    machine: Hardware,
     *,
     ranks: int,
     choice: MeshChoice,
     rows: int = 1,
     length: int = 1024,
-    machine: Hardware,
 ) -> int:
     """Print the plan of a model of Hugging Face over the axes of a mesh.
 
     Args:
         path: ``config.json``.
+        machine: from :func:`zfun.demo.machine_of`.
         ranks: the number of ranks.
         choice: the mesh and the rest of the composition.
         rows: sequences in the batch of a data rank.
         length: tokens in a sequence.
-        machine: of finite rates, if times are wanted.
 
     Returns:
         The exit status: 0 if the plan fits, else 1.

@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,12 +37,7 @@ from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
-from zfun.interop.engine._values import (
-    EngineBuffers,
-    carried,
-    deferred_values,
-    named_leaves,
-)
+from zfun.interop.engine._values import EngineBuffers, carried, deferred_values, named_leaves
 from zfun.placement import S
 from zfun.recipes import StepInfo, Zero
 from zfun.transforms import Tape
@@ -312,7 +307,7 @@ class Engine(Passes):
 
     def _loaded(
         self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]
-    ) -> checkpoint.Loaded:
+    ) -> checkpoint.Loaded[Any]:
         """Load a state that trains the leaves of this one."""
         state = self.state
         if self._groups is not None:
@@ -326,7 +321,7 @@ class Engine(Passes):
 
     def _load_others(
         self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
-    ) -> checkpoint.Loaded | None:
+    ) -> checkpoint.Loaded[Any] | None:
         """Load the state of a run that trains other leaves; ``None`` if there is none."""
         groups = self._groups
         if groups is None:
@@ -383,6 +378,11 @@ class Engine(Passes):
         if not (self._is_boundary if boundary is None else boundary):
             return None
         self._check_here("a step", "parameters", "the optimizer's state")
+        if self._is_averaged:
+            raise OptionError(
+                "a step takes the parameters; got one inside of engine.averaged(), where the "
+                "module has their average; step after the context"
+            )
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
@@ -398,20 +398,6 @@ class Engine(Passes):
         self._show()
         self._begin()
         return info
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in train mode."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the module to train mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to eval mode."""
-        return self.train(False)
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.

@@ -55,6 +55,8 @@ class ParamGroups:
         self._first: dict[str, dict[str, Any]] = {}
         # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
+        # Of an average of the parameters, if there is one.
+        self.ema_decay: float | optim.Schedule | None = None
         self.refresh()
         if not set(self.labels.values()) - {_NO_GROUP}:
             raise OptionError(
@@ -141,12 +143,12 @@ class ParamGroups:
         if max_norm is not None:
             clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
             rule = optim.chain(clip, rule)
-        if not rest:
-            return rule
-        return optim.by_label(
-            {"model": rule, "extra": of_labels(rest)},
-            lambda path, leaf: "extra" if path in self.extra else "model",
-        )
+        if rest:
+            rule = optim.by_label(
+                {"model": rule, "extra": of_labels(rest)},
+                lambda path, leaf: "extra" if path in self.extra else "model",
+            )
+        return rule if self.ema_decay is None else optim.ema(self.ema_decay, rule)
 
     def set_in(self, state: Any, max_norm: float | None = None) -> Any:
         """Return a state of the optimizer with the numbers that the groups have now."""
@@ -182,10 +184,14 @@ class ParamGroups:
         numbers = set(map(self._key, optim.hyperparams(state)))
         for label, now in options.items():
             before = self._first[label]
+            # Options with other names are those of another rule. A flag has chosen the rule, and
+            # flags come first.
+            is_same_rule = before.keys() == now.keys()
             for name in (*before, *(x for x in now if x not in before)):
                 old, new = before.get(name), now.get(name)
                 is_number = isinstance(new, (int, float, Tensor)) and not isinstance(new, bool)
-                if not (is_number if (label, name) in numbers else old == new):
+                is_free = is_same_rule and (label, name) in numbers
+                if not (is_number if is_free else old == new):
                     return name, old, new
         return None
 
