@@ -34,7 +34,7 @@ from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.objects import files_of
-from zfun.options import BOOL, FUNCTION, PATH, instance, integer, takes
+from zfun.options import ANY, BOOL, FUNCTION, PATH, instance, integer, takes
 
 _State = TypeVar("_State")
 
@@ -63,6 +63,7 @@ class Loaded(NamedTuple, Generic[_State]):
 
 @ops.uncompiled
 @takes(
+    like=ANY,
     path=PATH,
     step=integer(0) | None,
     reset=FUNCTION | None,
