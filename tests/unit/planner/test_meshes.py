@@ -305,17 +305,17 @@ def test_the_command_plans_a_mesh_of_a_model_of_hugging_face(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     widths = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-    counts = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
     transformers.LlamaConfig(**widths, **counts).save_pretrained(tmp_path)
-    given = ["plan", "--hf", str(tmp_path / "config.json"), "--ranks", "64", "--rows", "4"]
+    given = ["plan", "--hf", str(tmp_path / "config.json"), "--ranks", "64", "--rows", "2"]
     given += ["--length", "64"]
     mesh = ["--mesh", "pp=2,dp=-1,tp=8", "--recomputed"]
-    assert cli.main([*given, *mesh, "--device-memory", "1GB"]) == 0
+    assert cli.main([*given, *mesh, "--device-memory", "1KB"]) == 1
     printed = capsys.readouterr().out
-    assert "64 ranks (pp=2, dp=4, tp=8), 4 x 64 tokens on each data rank" in printed
+    assert "64 ranks (pp=2, dp=4, tp=8), 2 x 64 tokens on each data rank" in printed
     axes = [line.split()[:2] for line in printed.splitlines() if line[:2] in AXES]
     assert axes == [["pp", "2"], ["dp", "4"], ["tp", "8"]]
-    assert cli.main([*given, *mesh, "--device-memory", "1KB"]) == 1
+    assert cli.main([*given, "--mesh", "tp=8,dp=8", "--device-memory", "1GB"]) == 0
     assert cli.main([*given, "--mesh", "dp=3,tp=8"]) == 2
     assert "sizes of the axes multiply to the number of ranks" in capsys.readouterr().err
     assert cli.main([*given, "--mesh", "dp=-1,ep=2"]) == 2
