@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zfun.cli._parsing import add_command, add_count, add_folder, positive, size
+from zfun.cli._parsing import (
+    add_command,
+    add_count,
+    add_folder,
+    mesh_sizes,
+    positive,
+    size,
+)
 
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
@@ -72,6 +79,15 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks")
     add_count(plan, "--rows", 1, "sequences in the batch of a rank")
     add_count(plan, "--length", 1024, "tokens in a sequence")
+    words = "plan one composition over the axes of a mesh, such as pp=8,dp=16,tp=8: the last varies"
+    words += " fastest; of pp, dp, sp and tp, of which one may be -1"
+    plan.add_argument("--mesh", type=mesh_sizes, metavar="SIZES", help=words)
+    words = "with --mesh: micro-batches of a step (default: one for each row in a pipeline, else 1)"
+    plan.add_argument("--micro-batches", type=positive, metavar="N", help=words)
+    words = "with --mesh: the stage of ZeRO (default: %(default)s)"
+    plan.add_argument("--stage", type=int, choices=range(4), default=1, help=words)
+    words = "with --mesh: recompute layers in backward"
+    plan.add_argument("--recomputed", action="store_true", help=words)
     plan.add_argument(
         "--dtype",
         choices=("fp32", "bf16"),
@@ -125,14 +141,31 @@ def _plan(args: argparse.Namespace) -> int:
     from zfun import demo
 
     limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
-    return demo.plan(
+    machine = demo.machine_of(
+        args.hardware, **{k: float(x) for k, x in limits.items() if x is not None}
+    )
+    if args.mesh is None:
+        return demo.plan(
+            args.hf,
+            machine,
+            ranks=args.ranks,
+            rows=args.rows,
+            length=args.length,
+            dtype=args.dtype,
+            out=args.out,
+        )
+    import torch
+
+    precision = torch.bfloat16 if args.dtype == "bf16" else None
+    return demo.mesh_plan(
         args.hf,
-        demo.machine_of(args.hardware, **{k: float(x) for k, x in limits.items() if x is not None}),
+        machine,
         ranks=args.ranks,
+        choice=demo.MeshChoice(
+            args.mesh, args.stage, args.micro_batches, args.recomputed, precision
+        ),
         rows=args.rows,
         length=args.length,
-        dtype=args.dtype,
-        out=args.out,
     )
 
 

@@ -59,3 +59,21 @@ def size(text: str) -> int:
     if match is None or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise argparse.ArgumentTypeError(f"must be a size such as 500MB or 5GB; got {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Return the size of each axis of a mesh.
+
+    Example:
+        >>> mesh_sizes("pp=2, dp=-1")
+        {'pp': 2, 'dp': -1}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name in found or re.fullmatch(r"-1|[1-9]\d*", number) is None:
+            raise argparse.ArgumentTypeError(
+                f"must be sizes of axes such as pp=8,dp=16,tp=8, each axis once; got {text!r}"
+            )
+        found[name] = int(number)
+    return found

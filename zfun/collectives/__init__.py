@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from zfun.collectives._agree import LeafRecord, barrier, check_same, exchange_values, gather_values
 from zfun.collectives._agree import gather_json as gather_json
+from zfun.collectives._agree import receive_json as receive_json
+from zfun.collectives._agree import start_json as start_json
 from zfun.collectives._borders import enter, leave
 from zfun.collectives._debug import checked
 from zfun.collectives._divide import mesh, split
@@ -53,6 +55,7 @@ from zfun.collectives._group import (
     is_checked,
     is_symmetric,
 )
+from zfun.collectives._group import board_of as board_of
 from zfun.collectives._mesh import Mesh, NamedMesh
 from zfun.collectives._ops import CALL as CALL
 from zfun.collectives._ops import STREAM as STREAM
@@ -89,7 +92,10 @@ from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._roles import whole_group as whole_group
 from zfun.collectives._rows import exchange_rows as exchange_rows
 from zfun.collectives._work import Work
+from zfun.collectives.backends._abstract import Board as Board
+from zfun.collectives.backends._abstract import NotLeftYet as NotLeftYet
 from zfun.collectives.backends._abstract import abstract_group
+from zfun.collectives.backends._abstract import group_with_board as group_with_board
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._simulated import simulate
 from zfun.collectives.launch._init import process_group

@@ -12,8 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from zfun.collectives._group import Group, global_ranks
-from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, Stream
+from zfun.collectives._group import Group, board_of, global_ranks
+from zfun.collectives._ops import AllGather, AllToAll, Broadcast, Collective, Op, Stream
+from zfun.collectives._work import Work
 from zfun.errors import SpecMismatch
 from zfun.options import GROUP, TENSOR, TEXT, each, instance, takes
 
@@ -70,6 +71,37 @@ def gather_json(value: Any, group: Group, name: str) -> list[Any]:
     lengths = gather_values(torch.tensor(len(text)), group, f"{name} lengths")
     padded = torch.frombuffer(bytearray(text.ljust(int(lengths.max()))), dtype=torch.uint8)
     return [json.loads(row.numpy().tobytes()) for row in gather_values(padded, group, name)]
+
+
+def start_json(value: Any, group: Group, root: int, name: str, part: str) -> list[Work]:
+    """Start to send a JSON value to the other ranks, which call :func:`receive_json`."""
+    text = json.dumps(value).encode()
+    board = board_of(group)
+    if board is not None:
+        board.values[global_ranks(group)[root], (name, part, *global_ranks(group))] = text
+    return [
+        _broadcast(torch.tensor([len(text)]), group, root, name, f"{part}, length of the form"),
+        _broadcast(_as_tensor(text), group, root, name, f"{part}, form"),
+    ]
+
+
+def receive_json(group: Group, root: int, name: str, part: str) -> Any:
+    """Wait for a value of :func:`start_json`."""
+    length = _broadcast(
+        torch.zeros(1, dtype=torch.int64), group, root, name, f"{part}, length of the form"
+    ).wait()
+    board = board_of(group)
+    if board is None:
+        text = torch.empty(int(length), dtype=torch.uint8)
+        text = _broadcast(text, group, root, name, f"{part}, form").wait()
+        return json.loads(bytes(text.tolist()))
+    found = board.read(global_ranks(group)[root], (name, part, *global_ranks(group)))
+    _broadcast(torch.empty(len(found), dtype=torch.uint8), group, root, name, f"{part}, form")
+    return json.loads(found)
+
+
+def _broadcast(x: Tensor, group: Group, root: int, name: str, part: str) -> Work:
+    return group.start(Collective(Broadcast(root), name, part), x, x)
 
 
 @takes(group=GROUP)

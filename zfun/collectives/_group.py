@@ -280,6 +280,11 @@ def global_ranks(group: Group) -> Sequence[int]:
     return range(group.size) if found is None else found
 
 
+def board_of(group: Group) -> Any:
+    """Return where ranks of an abstract group leave values, or ``None``; see [Note: boards]."""
+    return _asked(group, "board")
+
+
 def _asked(group: Group, name: str) -> Any:
     """Return an attribute of a group, or of the group that it wraps, or None."""
     while not hasattr(group, name) and isinstance(group, Wrapper):

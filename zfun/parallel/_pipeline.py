@@ -38,7 +38,7 @@ from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._local import Spread
-from zfun.parallel._pipeline_messages import Channel
+from zfun.parallel._pipeline_messages import Channel, pair_groups
 from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of, tied
 from zfun.parallel.schedules import (
@@ -63,6 +63,9 @@ class Pipeline(ParallelLoss):
     Attributes:
         num_micro_batches: of a step.
         schedule: the actions of each rank.
+        stages: those of this rank, by number.
+        actions: those of this rank, with messages. A plan leaves out some that are like others.
+        watch: a function that is called before each action, and with ``None`` after the last one.
     """
 
     def __init__(
@@ -87,9 +90,11 @@ class Pipeline(ParallelLoss):
         self.num_micro_batches = num_micro_batches
         self.schedule = schedule
         self._axis = axis
-        self._leaves = leaves
+        self._named = leaves
+        # Thousands of paths are found at once, and globs one by one.
+        self._leaves = None if leaves is None else [_paths_and_globs(names) for names in leaves]
         self._rank_of = ranks_of_stages(schedule)
-        self._stages = {
+        self.stages = {
             stage: StageFunction(
                 fn,
                 _picker(stage, leaves),
@@ -100,7 +105,8 @@ class Pipeline(ParallelLoss):
             for stage, fn in enumerate(stages)
             if self._rank_of[stage] == axis.rank
         }
-        self._actions = with_messages(schedule)[axis.rank]
+        self.actions = with_messages(schedule)[axis.rank]
+        self.watch: Callable[[Action | None], object] | None = None
         # Made in the first step, because all ranks take part.
         self._channels: dict[tuple[int, str], Channel] = {}
         self._loss: Channel | None = None
@@ -141,14 +147,14 @@ class Pipeline(ParallelLoss):
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
         results = PipelineStep(
-            self._stages,
+            self.stages,
             len(self._rank_of),
             self._channels,
             start,
             batches,
             sums,
             loss_scale,
-        ).run(self._actions)
+        ).run(self.actions, self.watch)
         loss = self._shared_loss(results, sums)
         grads, count = results.grads, self.num_micro_batches
         if count > 1 and isinstance(loss, WeightedMean):
@@ -169,11 +175,13 @@ class Pipeline(ParallelLoss):
         value: Any = None
         micro = range(self.num_micro_batches)
         if results.losses:
-            mine = torch.stack([results.losses[k] for k in micro])
+            # A plan runs some of the micro-batches only.
+            mine = torch.stack([results.losses.get(k, results.losses[0]) for k in micro])
             call = Collective(AllReduce(), "loss", "loss", Stream.CONTROL)
             losses = sums.start(call, mine).wait()
             if results.weights:
-                weights = torch.stack([results.weights[k] for k in micro]).to(losses.dtype)
+                given = [results.weights.get(k, results.weights[0]) for k in micro]
+                weights = torch.stack(given).to(losses.dtype)
                 value = {"total": losses.sum(), "weight": weights.sum()}
             else:
                 value = {"total": (losses * (1.0 / sums.size)).sum() / len(micro), "weight": None}
@@ -191,7 +199,7 @@ class Pipeline(ParallelLoss):
         plan = {
             "schedule": f"one of {len(self._rank_of)} stages and {self.num_micro_batches} "
             f"micro-batches, checksum {zlib.crc32(text.encode()):08x}",
-            "leaves": self._leaves,
+            "leaves": self._named,
         }
         records = [LeafRecord.of_option(name, value) for name, value in plan.items()]
         for group in (self._axis, sums):
@@ -210,7 +218,7 @@ class Pipeline(ParallelLoss):
         """Make the channels of this rank, over groups of two ranks."""
         axis, rank_of = self._axis, self._rank_of
         ends = [*itertools.pairwise(rank_of)]
-        groups = _pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
+        groups = pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
         for stage, (first, second) in enumerate(ends):
             if first == second or axis.rank not in (first, second):
                 continue
@@ -241,7 +249,6 @@ class Pipeline(ParallelLoss):
         return TiedLeaves(slots, self._groups)
 
     def _ranks_with(self, path: str) -> tuple[int, ...]:
-        """Return the ranks whose stages use a leaf."""
         return tuple(sorted({self._rank_of[stage] for stage in self._stages_with(path)}))
 
     def _spread_inside(
@@ -270,8 +277,8 @@ class Pipeline(ParallelLoss):
         else:
             stages = [
                 stage
-                for stage, globs in enumerate(self._leaves)
-                if any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+                for stage, (paths, globs) in enumerate(self._leaves)
+                if path in paths or any(fnmatch.fnmatchcase(path, glob) for glob in globs)
             ]
         if not stages:
             raise LeafError(
@@ -425,22 +432,9 @@ def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:
     return own if leaves is None else lambda params: params
 
 
-def _pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
-    """Return the group of two for each rank that this rank has messages with."""
-    found: dict[int, Group] = {}
-    left = list(pairs)
-    while left:
-        # Pairs without a common rank are made together.
-        parts: list[tuple[int, int]] = []
-        for pair in left:
-            if not any(set(pair) & set(other) for other in parts):
-                parts.append(pair)
-        left = [pair for pair in left if pair not in parts]
-        group = group_of(axis, parts)
-        for low, high in parts:
-            if axis.rank in (low, high):
-                found[high if axis.rank == low else low] = group
-    return found
+def _paths_and_globs(names: Sequence[str]) -> tuple[frozenset[str], list[str]]:
+    globs = [name for name in names if any(x in name for x in "*?[")]
+    return frozenset(names), globs
 
 
 def _refuse_call(params: Any, batch: Any) -> NoReturn:

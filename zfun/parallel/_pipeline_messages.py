@@ -10,15 +10,24 @@ micro-batches, so both sides know whether a form comes first. Later messages wai
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Broadcast, Collective, Group, Work, global_ranks
+from zfun.collectives import (
+    Broadcast,
+    Collective,
+    Group,
+    Work,
+    global_ranks,
+    receive_json,
+    start_json,
+)
 from zfun.errors import LeafError, SpecMismatch
+from zfun.parallel._pipeline_tied import group_of
 
 Arrival: TypeAlias = Callable[[], Any]
 """Waits for a message, and returns the tree."""
@@ -68,30 +77,41 @@ def form_of(
     """
     leaves: list[Tensor] = []
     forms: list[LeafForm] = []
-
-    def opened(x: Any, path: str) -> Any:
-        if x is None:
-            return None
-        if isinstance(x, Tensor):
-            dtype = str(x.dtype).removeprefix("torch.")
-            name = path or "."
-            forms.append(LeafForm(name, tuple(x.shape), dtype, has_grad(name)))
-            leaves.append(x)
-            return 0
-        inside = f"{path}." if path else ""
-        if type(x) in (list, tuple):
-            parts = [opened(part, f"{inside}{i}") for i, part in enumerate(x)]
-            return {type(x).__name__: parts}
-        if type(x) is dict and all(type(key) is str for key in x):
-            return {"dict": {key: opened(part, f"{inside}{key}") for key, part in x.items()}}
-        raise LeafError(
-            f"{what} are tensors, or tuples, lists and dicts of tensors; leaf {path or '.'!r} is "
-            f"{type(x).__name__}; return its tensors",
-            leaf=path or ".",
-        )
-
-    containers = json.dumps(opened(value, ""))
+    containers = json.dumps(_opened(value, "", what, has_grad, leaves, forms))
     return MessageForm(containers, tuple(forms)), leaves
+
+
+# A function of a module, because an inner one that calls itself is a cycle: it would keep the
+# leaves until Python looks for cycles.
+def _opened(
+    x: Any,
+    path: str,
+    what: str,
+    has_grad: Callable[[str], bool],
+    leaves: list[Tensor],
+    forms: list[LeafForm],
+) -> Any:
+    """Return the containers of a tree, and add the leaves and their forms to two lists."""
+    if x is None:
+        return None
+    if isinstance(x, Tensor):
+        dtype = str(x.dtype).removeprefix("torch.")
+        name = path or "."
+        forms.append(LeafForm(name, tuple(x.shape), dtype, has_grad(name)))
+        leaves.append(x)
+        return 0
+    inside = f"{path}." if path else ""
+    rest = what, has_grad, leaves, forms
+    if type(x) in (list, tuple):
+        parts = [_opened(part, f"{inside}{i}", *rest) for i, part in enumerate(x)]
+        return {type(x).__name__: parts}
+    if type(x) is dict and all(type(key) is str for key in x):
+        return {"dict": {key: _opened(part, f"{inside}{key}", *rest) for key, part in x.items()}}
+    raise LeafError(
+        f"{what} are tensors, or tuples, lists and dicts of tensors; leaf {path or '.'!r} is "
+        f"{type(x).__name__}; return its tensors",
+        leaf=path or ".",
+    )
 
 
 def rebuilt(form: MessageForm, leaves: list[Any]) -> Any:
@@ -102,22 +122,22 @@ def rebuilt(form: MessageForm, leaves: list[Any]) -> Any:
         >>> rebuilt(form, leaves)
         {'x': tensor([1., 1.]), 'y': (None,)}
     """
-    rest = iter(leaves)
+    return _closed(json.loads(form.containers), iter(leaves))
 
-    def closed(x: Any) -> Any:
-        match x:
-            case None:
-                return None
-            case {"list": parts}:
-                return [closed(part) for part in parts]
-            case {"tuple": parts}:
-                return tuple(closed(part) for part in parts)
-            case {"dict": parts}:
-                return {key: closed(part) for key, part in parts.items()}
-            case _:
-                return next(rest)
 
-    return closed(json.loads(form.containers))
+def _closed(x: Any, rest: Iterator[Any]) -> Any:
+    """Return a tree of containers and the next leaves."""
+    match x:
+        case None:
+            return None
+        case {"list": parts}:
+            return [_closed(part, rest) for part in parts]
+        case {"tuple": parts}:
+            return tuple(_closed(part, rest) for part in parts)
+        case {"dict": parts}:
+            return {key: _closed(part, rest) for key, part in parts.items()}
+        case _:
+            return next(rest)
 
 
 class Channel:
@@ -155,11 +175,7 @@ class Channel:
         known = self._forms.setdefault(key, form)
         works: list[Work] = []
         if known is form:
-            text = torch.frombuffer(bytearray(json.dumps(form).encode()), dtype=torch.uint8)
-            works = [
-                self._start(torch.tensor([len(text)]), f"{part}, length of the form"),
-                self._start(text, f"{part}, form"),
-            ]
+            works = start_json(form, self._group, self._root, self._name, part)
         elif known != form:
             number = global_ranks(self._group)[self._group.rank]
             raise SpecMismatch(
@@ -180,11 +196,7 @@ class Channel:
         """Start to receive a tree; wait for its form, if it comes first."""
         form = self._forms.get(key)
         if form is None:
-            length = self._start(torch.zeros(1, dtype=torch.int64), f"{part}, length of the form")
-            text = self._start(
-                torch.empty(int(length.wait()), dtype=torch.uint8), f"{part}, form"
-            ).wait()
-            containers, leaves = json.loads(bytes(text.tolist()))
+            containers, leaves = receive_json(self._group, self._root, self._name, part)
             found = (LeafForm(x, tuple(shape), *rest) for x, shape, *rest in leaves)
             form = self._forms[key] = MessageForm(containers, tuple(found))
         works = [
@@ -215,3 +227,21 @@ class Channel:
 def grad_leaves(value: Any) -> list[Tensor]:
     """Return the leaves of a tree that want a cotangent."""
     return [leaf for leaf in tree.leaves(value) if leaf.requires_grad]
+
+
+def pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
+    """Return the group of two for each rank that this rank has messages with."""
+    found: dict[int, Group] = {}
+    left = list(pairs)
+    while left:
+        # Pairs without a common rank are made together.
+        parts: list[tuple[int, int]] = []
+        for pair in left:
+            if not any(set(pair) & set(other) for other in parts):
+                parts.append(pair)
+        left = [pair for pair in left if pair not in parts]
+        group = group_of(axis, parts)
+        for low, high in parts:
+            if axis.rank in (low, high):
+                found[high if axis.rank == low else low] = group
+    return found

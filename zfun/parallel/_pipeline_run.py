@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, Work
@@ -47,7 +47,8 @@ class Handed:
 
     def viewed(self, leaf: Any) -> Any:
         """Return a view of a parameter, unless it is gathered where it is used."""
-        if not self.is_split or type(leaf) is not Tensor or not leaf.requires_grad:
+        is_plain = type(leaf) is Tensor or type(leaf) is FakeTensor
+        if not self.is_split or not is_plain or not leaf.requires_grad:
             return leaf
         self.views.append((leaf, leaf.view_as(leaf)))
         return self.views[-1][1]
@@ -155,28 +156,39 @@ class PipelineStep:
         self._loss_scale = loss_scale
         self._open: dict[tuple[int, int], Open] = {}
         self._arriving: dict[tuple[int, str, int], Arrival] = {}
-        self._sent: deque[list[Work]] = deque()
+        self._sent: dict[Action, list[Work]] = {}
         self._summed: dict[int, Work] = {}
         # Stages and micro-batches whose backward comes in two halves.
         self._split: set[tuple[int, int]] = set()
         # The input of the forward pass that runs.
         self._x: Any = None
 
-    def run(self, actions: Sequence[Action]) -> Results:
-        """Run the actions, and wait for everything that was sent."""
+    def run(
+        self, actions: Sequence[Action], watch: Callable[[Action | None], object] | None = None
+    ) -> Results:
+        """Run the actions, and wait for everything that was sent.
+
+        Args:
+            actions: of this rank.
+            watch: is called before each action, and with ``None`` after the last one.
+        """
         self._split = {(stage, k) for stage, kind, k in actions if kind == INPUTS}
         try:
             for action in actions:
+                if watch is not None:
+                    watch(action)
                 try:
                     self._run(action)
                 except BaseException as error:
                     error.add_note(f"in action {action} of a pipeline{self._input_of(action)}")
                     raise
+            if watch is not None:
+                watch(None)
         finally:
             for call in self._open.values():
                 call.pullback.close()
         while self._sent:
-            self._wait_sent()
+            self._wait_sent(next(iter(self._sent)))
         return self.results
 
     def _run(self, action: Action) -> None:
@@ -207,12 +219,13 @@ class PipelineStep:
     def _send(self, action: Action, value: Any, has_grad: Callable[[str], bool]) -> None:
         stage, kind, k = action
         channel = self._channels[stage, kind]
-        self._sent.append(channel.send(value, _message(stage, kind, k), self._keys[k], has_grad))
+        works = channel.send(value, _message(stage, kind, k), self._keys[k], has_grad)
+        self._sent[action] = works
         while len(self._sent) > _MAX_SENT:
-            self._wait_sent()
+            self._wait_sent(next(iter(self._sent)))
 
-    def _wait_sent(self) -> None:
-        for work in self._sent.popleft():
+    def _wait_sent(self, action: Action) -> None:
+        for work in self._sent.pop(action, []):
             work.wait()
 
     def _input_of(self, action: Action) -> str:
@@ -257,6 +270,8 @@ class PipelineStep:
                 call.weights = torch.cat([call.weights, summed]).double()
         else:
             back = self._arriving.pop((stage, "B", k))()
+            # Whoever answers has the outputs, so this wait is over, and sets them free.
+            self._wait_sent(Action(stage, "SEND_F", k))
             call.weights = back["weights"]
             cotangents = _like(call.out, set(call.pullback.paths), back["x"])
         inputs = grad_leaves(call.x)

@@ -23,9 +23,11 @@ from zfun.planner.plans._compare import PlanComparison, compare
 from zfun.planner.plans._flops import Flops, Touched
 from zfun.planner.plans._hardware import Forecast, Hardware, StepWork
 from zfun.planner.plans._huggingface import from_huggingface
+from zfun.planner.plans._huggingface import module_of as module_of
+from zfun.planner.plans._huggingface import recompute as recompute
 from zfun.planner.plans._kept import PathBytes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
-from zfun.planner.plans._record import Moved, Plan, Sent
+from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
 from zfun.planner.plans._space import Candidate, Model
 from zfun.transforms import (
     Event,
@@ -51,6 +53,7 @@ __all__ = [
     "Flops",
     "Forecast",
     "Hardware",
+    "InPipeline",
     "Instant",
     "Live",
     "Message",

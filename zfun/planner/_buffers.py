@@ -16,6 +16,8 @@ from zfun.planner._parts import PLACES, Bytes, Instant
 from zfun.stores import Stored
 
 STATE = ("params", "masters", "moments")
+# Stands for an operation where the course of a step is cut.
+MARK = ""
 # The names of stored tensors, by the parts of the state that stores are told.
 _STORED = {"params": "params", "grads": "grads", "state": "moments"}
 
@@ -48,7 +50,7 @@ class Buffer:
 
 class _MemoryEvent(NamedTuple):
     what: str
-    made: Buffer
+    made: Buffer | None
     freed: tuple[Buffer, ...]
 
 
@@ -102,6 +104,10 @@ class WatchedBuffers:
         """Note that a buffer was made after others were freed."""
         self._events.append(_MemoryEvent(what, buffer, freed))
 
+    def mark(self) -> None:
+        """Cut the course of the step here."""
+        self._events.append(_MemoryEvent(MARK, None, self.bury()))
+
     def bury(self) -> tuple[Buffer, ...]:
         """Let go of the buffers that nothing refers to any more, and return these."""
         # Another thread may append.
@@ -120,7 +126,7 @@ class WatchedBuffers:
         return len(self._events)
 
     def replay(self) -> Iterator[Instant]:
-        """Yield the bytes between steps, and at every moment after."""
+        """Yield the bytes between steps, and at every moment and mark after."""
         # Names are final only now: the new state is known.
         held = {place: dict.fromkeys(Bytes._fields, 0) for place in PLACES}
         shown = dict.fromkeys(PLACES, Bytes())
@@ -136,8 +142,9 @@ class WatchedBuffers:
         yield Instant("between steps", **shown)
         for what, made, freed in self._events:
             add(freed, -1)
-            add((made,), 1)
-            if made.name:
+            if made is not None:
+                add((made,), 1)
+            if made is None or made.name:
                 yield Instant(what, **shown)
         # Buffers that are freed after the last event are gone at the end.
         add(self.bury(), -1)

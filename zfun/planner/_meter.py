@@ -35,11 +35,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import tree
-from zfun.collectives import Collective, Group, Work
+from zfun.collectives import Collective, Group, Work, board_of, global_ranks
 from zfun.errors import OptionError
 from zfun.optim import MasterState
-from zfun.planner._buffers import STATE, WatchedBuffers, storage_of
-from zfun.planner._parts import Bytes, Live
+from zfun.planner._buffers import MARK, STATE, WatchedBuffers, storage_of
+from zfun.planner._parts import Bytes, Instant, Live
 from zfun.planner._shapes import Shapes
 from zfun.stores import Stored, on_disk
 
@@ -159,7 +159,15 @@ class Meter(TorchDispatchMode):
 
     def live(self) -> Live:
         """Return the bytes between steps and at the moments since the beginning."""
-        return Live(tuple(self._buffers.replay()))
+        return Live(tuple(instant for instant in self.course() if instant.what != MARK))
+
+    def mark(self) -> None:
+        """Cut the course of the step here."""
+        self._buffers.mark()
+
+    def course(self) -> list[Instant]:
+        """Return what :meth:`live` does, with the marks."""
+        return [*self._buffers.replay()]
 
     @property
     def crossed(self) -> Mapping[str, int]:
@@ -297,6 +305,7 @@ class _Watched(Group):
 
     def __init__(self, group: Group, meter: Meter) -> None:
         self.rank, self.size = group.rank, group.size
+        self.global_ranks, self.board = global_ranks(group), board_of(group)
         self._group, self._meter = group, meter
 
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:

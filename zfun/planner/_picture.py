@@ -51,9 +51,10 @@ def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture
         rows: the lane and the row of each bar.
         title: stands above the bars.
     """
+    lanes = _lanes(timeline.spans)
     shown = [
         (lane, row)
-        for lane in _LANES
+        for lane in lanes
         for row in range(1 + max((r for name, r in rows if name == lane), default=-1))
     ]
     is_live = any(nbytes for _, nbytes in timeline.live)
@@ -75,10 +76,12 @@ def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture
         axes[-1].set_xlabel("time, measured on this rank")
     else:
         axes[-1].xaxis.set_major_formatter(EngFormatter())
+        is_pipeline = any(span.lane not in _LANES for span in timeline.spans)
         is_update = all(span.name.startswith("update") for span in timeline.spans)
         axes[-1].set_xlabel(
             "time of the model; "
-            f"{'the step' if is_update else 'forward'} takes 1 for each element of a bucket"
+            f"{'the step' if is_update else 'forward'} takes 1 for each "
+            f"{'stage' if is_pipeline else 'element of a bucket'}"
         )
     figure.legend(
         handles=_legend(timeline.spans),
@@ -92,7 +95,15 @@ def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture
     return figure
 
 
+def _lanes(spans: Sequence[Span]) -> list[str]:
+    """Return the lanes from top to bottom: queues of one rank, or the ranks of a pipeline."""
+    ranks = {span.lane for span in spans} - {*_LANES}
+    return [*_LANES, *sorted(ranks, key=lambda lane: int(lane.rpartition(" ")[2]))]
+
+
 def _kind(span: Span) -> str:
+    if span.lane not in _LANES:
+        return "optimizer" if span.name.startswith("weights") else "compute"
     return "optimizer" if (span.lane, span.name) == ("compute", "update") else span.lane
 
 
@@ -117,7 +128,7 @@ def _draw_bars(
             linewidth=0.6,
         )
         _write(axes, span, height, _POINTS / (timeline.duration or 1.0), written)
-    lanes = {lane: [i for i, (name, _) in enumerate(shown) if name == lane] for lane in _LANES}
+    lanes = {lane: [i for i, (name, _) in enumerate(shown) if name == lane] for lane, _ in shown}
     ticks = {lane: sum(places) / len(places) for lane, places in lanes.items() if places}
     axes.set_yticks(list(ticks.values()), list(ticks))
     axes.tick_params(axis="y", length=0)
@@ -183,11 +194,17 @@ def _draw_live(axes: Axes, timeline: Bars) -> None:
 
 def _legend(spans: Sequence[Span]) -> list[Any]:
     kinds = {_kind(span) for span in spans}
+    is_pipeline = any(span.lane not in _LANES for span in spans)
+    labels = {"optimizer": "for weights"} if is_pipeline else {}
     handles = [
-        Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in kinds
+        Patch(color=colour, label=labels.get(kind, kind))
+        for kind, colour in _COLOURS.items()
+        if kind in kinds
     ]
     if any(_is_light(span) for span in spans):
         handles.append(Patch(color="#555555", alpha=_LIGHT, label="light: for backward"))
     if any(span.bucket >= 0 for span in spans):
-        handles.append(Patch(color="none", label="numbers: buckets"))
+        handles.append(
+            Patch(color="none", label=f"numbers: {'micro-batches' if is_pipeline else 'buckets'}")
+        )
     return handles

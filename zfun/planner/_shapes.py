@@ -126,7 +126,9 @@ def _makes_one(func: Any) -> bool:
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Return all that a shape depends on, or ``None`` where that is more than shapes."""
-    parts = [func, torch.get_default_dtype()]
+    # A function without operands makes a real tensor where an optimizer is probed with numbers.
+    is_real = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    parts = [func, torch.get_default_dtype(), is_real]
     try:
         _describe(parts, args)
         _describe(parts, [x for pair in kwargs.items() for x in pair])

@@ -10,9 +10,10 @@ class Span(NamedTuple):
 
     Attributes:
         lane: ``"compute"``, ``"gather"`` or ``"reduce"``; with a store also ``"read"`` and
-            ``"write"``.
-        name: phase, and the bucket where there is one.
-        bucket: index of the bucket; -1 where the bar belongs to no single bucket.
+            ``"write"``; of a pipeline ``"rank 0"`` and so on.
+        name: phase, and the bucket where there is one, or the stage.
+        bucket: index of the bucket, or the micro-batch of a pipeline; -1 where the bar belongs to
+            no single bucket.
         start: time of the beginning.
         end: time of the end.
     """

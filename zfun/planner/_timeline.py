@@ -15,6 +15,8 @@ from typing import Any
 
 from zfun.errors import OptionError
 from zfun.options import number, takes
+from zfun.parallel.schedules import ACTIONS, BACKWARD, FORWARD, INPUTS, WEIGHTS, spans_of
+from zfun.parallel.schedules import Schedule as PipelineSchedule
 from zfun.planner._explain import reductions_of
 from zfun.planner._spans import Span
 from zfun.tables import html_table, in_bytes
@@ -42,11 +44,17 @@ class Timeline:
         """The time at which the last bar ends."""
         return max((span.end for span in self.spans), default=0.0)
 
+    @property
+    def _is_pipeline(self) -> bool:
+        return any(span.lane.startswith("rank") for span in self.spans)
+
     def __repr__(self) -> str:
         peak = in_bytes(max((nbytes for _, nbytes in self.live), default=0))
+        is_pipeline = self._is_pipeline
         return (
-            f"Timeline({len(self.spans)} bars of {len(self.labels)} buckets, "
-            f"{self.duration:.4g} {self.unit}, at most {peak} gathered)"
+            f"Timeline({len(self.spans)} bars of {len(self.labels)} "
+            f"{'micro-batches' if is_pipeline else 'buckets'}, {self.duration:.4g} {self.unit}"
+            f"{'' if is_pipeline else f', at most {peak} gathered'})"
         )
 
     def _repr_html_(self) -> str:
@@ -118,7 +126,8 @@ class Timeline:
         from zfun.planner._picture import draw
 
         kind, count = "measured" if self.unit == "s" else "planned", len(self.labels)
-        buckets = f"{count} bucket{'' if count == 1 else 's'}"
+        what = "micro-batch" if self._is_pipeline else "bucket"
+        buckets = f"{count} {what}{'' if count == 1 else 'es' if self._is_pipeline else 's'}"
         return draw(self, _rows(self.spans), title or f"One step of {buckets}, {kind}")
 
 
@@ -137,7 +146,7 @@ def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
 
 
 @takes(
-    schedule=SCHEDULE | UPDATE,
+    schedule=SCHEDULE | UPDATE | ACTIONS,
     gather_cost=number(0),
     reduce_cost=number(0),
     backward_cost=number(0),
@@ -145,7 +154,7 @@ def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
     write_cost=number(0),
 )
 def timeline(
-    schedule: Schedule | UpdatePlan,
+    schedule: Schedule | UpdatePlan | PipelineSchedule,
     *,
     gather_cost: float = 0.5,
     reduce_cost: float = 0.5,
@@ -164,10 +173,12 @@ def timeline(
     Args:
         schedule: made by :func:`zfun.planner.schedule` or :func:`zfun.planner.plan_update`. Of an
             update, reads, writes, gathers and computation are the queues, and the computation of a
-            bucket takes one unit for each element.
+            bucket takes one unit for each element. Or the schedule of a pipeline, such as
+            ``zf.pipeline(...).schedule``: each rank is a lane, forward of a stage takes one unit,
+            and messages no time.
         gather_cost: time to gather an element, in units of the forward time of an element.
         reduce_cost: time to reduce an element.
-        backward_cost: time of backward for an element.
+        backward_cost: time of backward for an element, or for a stage of a pipeline.
         read_cost: time to read an element of a bucket, where all ranks read their parts from one
             store at the same time; of an update, to read the gradient, the state and the parameter.
         write_cost: time to write the state and the parameter of an element.
@@ -188,11 +199,35 @@ def timeline(
         ...     return zf.planner.timeline(made).duration / 64**2
         >>> [duration(prefetch) for prefetch in (0, 1, 2)]
         [14.5, 12.0, 12.0]
+        >>> from zfun.parallel.schedules import one_forward_one_backward
+        >>> zf.planner.timeline(one_forward_one_backward(4, 8)).duration
+        33.0
     """
     if isinstance(schedule, UpdatePlan):
         costs = {"read": read_cost, "compute": 1.0, "write": write_cost, "gather": gather_cost}
         return _of_update(schedule, costs)
+    if isinstance(schedule, Sequence):
+        return _of_pipeline(schedule, backward_cost)
     return _Clock(schedule, gather_cost, reduce_cost, backward_cost, read_cost).run()
+
+
+def _of_pipeline(schedule: PipelineSchedule, backward_cost: float) -> Timeline:
+    """Return a lane for each rank, where the numbers of the bars are micro-batches."""
+    half = backward_cost / 2
+    times = {FORWARD: 1.0, BACKWARD: backward_cost, INPUTS: half, WEIGHTS: half}
+    names = {FORWARD: "forward", WEIGHTS: "weights"}
+    spans = tuple(
+        Span(
+            f"rank {rank}",
+            f"{names.get(action.kind, 'backward')} of stage {action.stage}",
+            action.micro_batch,
+            begin,
+            end,
+        )
+        for rank, action, begin, end in spans_of(schedule, times)
+    )
+    count = 1 + max((span.bucket for span in spans), default=-1)
+    return Timeline(spans, (), "unit", tuple(f"micro-batch {k}" for k in range(count)))
 
 
 def _of_update(plan: UpdatePlan, costs: dict[str, float]) -> Timeline:

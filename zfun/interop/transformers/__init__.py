@@ -6,6 +6,7 @@ Needs ``pip install zfun[transformers]``.
 ``_trainer``     the subclasses: what the loop of ``transformers`` calls
 ``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
 ``_options``     the meaning of ``zero=``, and arguments that are refused
+``_meshes``      a model over all axes of a mesh
 ``_plans``       the tensor parallelism that a model names for itself
 ``_experts``     models over an expert axis
 ``_sequence``    models over a sequence axis
@@ -15,6 +16,7 @@ Needs ``pip install zfun[transformers]``.
 
 from zfun.interop.transformers._arguments import TrainingArguments
 from zfun.interop.transformers._experts import expert_parallel
+from zfun.interop.transformers._meshes import mesh_batch, mesh_loss
 from zfun.interop.transformers._plans import tp_plan
 from zfun.interop.transformers._sequence import sequence_parallel
 from zfun.interop.transformers._stages import Stages, pipeline_stages
@@ -27,6 +29,8 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
     "expert_parallel",
+    "mesh_batch",
+    "mesh_loss",
     "pipeline_stages",
     "sequence_parallel",
     "tp_plan",

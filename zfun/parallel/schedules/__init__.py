@@ -29,6 +29,7 @@ from zfun.parallel.schedules._checks import (
     ranks_of_stages,
     with_messages,
 )
+from zfun.parallel.schedules._checks import spans_of as spans_of
 from zfun.parallel.schedules._orders import BY_NAME as BY_NAME
 from zfun.parallel.schedules._orders import (
     gpipe,

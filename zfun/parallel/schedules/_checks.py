@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zfun.errors import OptionError
@@ -193,25 +193,29 @@ def bubble(
         >>> round(bubble(one_forward_one_backward(4, 12)), 4), round(bubble(zero_bubble(4, 12)), 4)
         (0.2, 0.0769)
     """
-    rows = _timed(schedule, forward, inputs, weights)
-    busy = sum(length for row in rows for _, length, _ in row)
-    end = max((start + length for row in rows for start, length, _ in row), default=0.0)
-    return 1.0 - busy / (len(schedule) * end) if busy else 0.0
-
-
-def _timed(
-    schedule: Sequence[Sequence[Action]], forward: float, inputs: float, weights: float
-) -> list[list[tuple[float, float, Action]]]:
-    """Return start, length and action, for each rank."""
     times = {FORWARD: forward, BACKWARD: inputs + weights, INPUTS: inputs, WEIGHTS: weights}
-    rows: list[list[tuple[float, float, Action]]] = [[] for _ in schedule]
+    bars = spans_of(schedule, times)
+    busy, last = sum(end - begin for _, _, begin, end in bars), max((bar[3] for bar in bars), default=0.0)
+    return 1.0 - busy / (len(schedule) * last) if busy else 0.0
+
+
+def spans_of(
+    schedule: Sequence[Sequence[Action]], times: Mapping[str, float]
+) -> list[tuple[int, Action, float, float]]:
+    """Return rank, action, begin and end of each action, if messages take no time.
+
+    Args:
+        schedule: the schedule.
+        times: of each kind of action.
+    """
     free = [0.0] * len(schedule)
     ends: dict[Action, float] = {}
+    found = []
     for rank, action, needed in _in_turn(schedule):
-        start = max([free[rank], *(ends[other] for other in needed)])
-        free[rank] = ends[action] = start + times[action.kind]
-        rows[rank].append((start, times[action.kind], action))
-    return rows
+        begin = max([free[rank], *(ends[other] for other in needed)])
+        free[rank] = ends[action] = begin + times[action.kind]
+        found.append((rank, action, begin, free[rank]))
+    return found
 
 
 @takes(schedule=ACTIONS, title=TEXT, forward=number(0), inputs=number(0), weights=number(0))
@@ -250,7 +254,10 @@ def draw(
         )
     from zfun.parallel.schedules._drawing import drawn
 
-    rows = _timed(schedule, forward, inputs, weights)
+    times = {FORWARD: forward, BACKWARD: inputs + weights, INPUTS: inputs, WEIGHTS: weights}
+    rows: list[list[tuple[float, float, Action]]] = [[] for _ in schedule]
+    for rank, action, begin, end in spans_of(schedule, times):
+        rows[rank].append((begin, end - begin, action))
     share = bubble(schedule, forward=forward, inputs=inputs, weights=weights)
     count = 1 + max((action.micro_batch for row in rows for _, _, action in row), default=-1)
     return drawn(

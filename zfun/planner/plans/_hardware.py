@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +60,8 @@ class Hardware:
         local_network: bytes per second that a rank sends to ranks of its host; by default
             ``network``.
         ranks_per_host: ranks that share a host, numbered one host after the other. The inner axis
-            of a mesh lies inside a host.
+            of :func:`zfun.split` lies inside a host, and so does an axis of ``mesh=`` whose ranks
+            are neighbours enough.
         touch: bytes per second that the operations of a loss read and write, at the slowest. These
             count in the upper bound of a step.
         op_s: seconds that each operation of a loss takes beside its bytes, in the upper bound.
@@ -133,6 +134,7 @@ class StepWork(NamedTuple):
         num_ranks: the ranks of the group.
         flops: floating-point operations.
         sent: bytes that the rank sends along each axis of a mesh, ``""`` for a group without axes.
+            ``"inner"`` lies inside a host, ``"outer"`` does not, and ``mesh`` tells of others.
         num_messages: the collectives.
         copied: bytes between the device and host memory, of the busier direction.
         disk: bytes written to and read from a disk.
@@ -141,6 +143,8 @@ class StepWork(NamedTuple):
         touched: bytes that the operations of the loss read and write.
         num_ops: the operations of the loss.
         num_leaves: the leaves of the parameters.
+        mesh: the name and the size of each axis; neighbouring ranks lie along the last one.
+        bubble: the share of a step in which a rank of a pipeline waits for others.
     """
 
     num_ranks: int
@@ -154,6 +158,8 @@ class StepWork(NamedTuple):
     touched: int
     num_ops: int
     num_leaves: int
+    mesh: Sequence[tuple[str, int]] = ()
+    bubble: float = 0.0
 
 
 class Forecast(NamedTuple):
@@ -175,6 +181,7 @@ class Forecast(NamedTuple):
         loss_s: seconds that the operations of the loss and the work of the rank for its messages
             and leaves may take beside ``compute_s``.
         least_network_s: seconds of collectives that enter each host once.
+        bubble_s: seconds in which the stages of a pipeline wait for each other, beside all others.
     """
 
     compute_s: float
@@ -184,17 +191,19 @@ class Forecast(NamedTuple):
     update_s: float = 0.0
     loss_s: float = 0.0
     least_network_s: float | None = None
+    bubble_s: float = 0.0
 
     @property
     def at_least_s(self) -> float:
         """Seconds of a step in which everything overlaps."""
         least = self.network_s if self.least_network_s is None else self.least_network_s
-        return max(self.compute_s, least, self.host_link_s, self.disk_s, self.update_s)
+        busy = max(self.compute_s + self.bubble_s, least, self.host_link_s, self.disk_s)
+        return max(busy, self.update_s)
 
     @property
     def at_most_s(self) -> float:
         """Seconds of a step in which nothing overlaps."""
-        return sum(self[:6])  # type: ignore[arg-type]
+        return sum(self[:6]) + self.bubble_s  # type: ignore[arg-type]
 
     @property
     def bottleneck(self) -> str:
@@ -230,6 +239,10 @@ def forecast(work: StepWork, hardware: Hardware) -> Forecast:
     starts = work.num_messages * hardware.latency_s
     flat, across = work.sent.get("", 0), work.sent.get("outer", 0) / hardware.network
     within = work.sent.get("inner", 0) / inside
+    for axis, num_bytes in work.sent.items():
+        if axis not in ("", "inner", "outer"):
+            is_inside = _extent(axis, work) <= per_host
+            within += num_bytes / (inside if is_inside else min(hardware.network, inside))
     # Messages of a group without axes stay in a host, or enter each host at least once, in parts
     # that the ranks of the host share.
     most = flat / inside if work.num_ranks <= per_host else flat / min(hardware.network, inside)
@@ -251,4 +264,12 @@ def forecast(work: StepWork, hardware: Hardware) -> Forecast:
         + work.num_leaves * hardware.leaf_s
         + hardware.step_s,
         min(least, most) + across + within + starts,
+        compute_s * work.bubble / (1.0 - work.bubble),
     )
+
+
+def _extent(axis: str, work: StepWork) -> int:
+    """Return how many neighbours in rank order the ranks of an axis lie among."""
+    names = [name for name, _ in work.mesh]
+    sizes = [size for _, size in work.mesh]
+    return math.prod(sizes[names.index(axis) :]) if axis in names else work.num_ranks

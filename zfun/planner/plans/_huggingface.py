@@ -35,6 +35,17 @@ def from_huggingface(path: str | Path, rows: int = 1, length: int = 1024) -> Mod
     Example:
         ``model = from_huggingface("config.json", rows=4, length=2048)``
     """
+    module = module_of(path)
+    recomputing = copy.deepcopy(module)
+    recompute(recomputing)
+    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    return Model(
+        _loss_of(module), functional(module).params, tokens, recomputed=_loss_of(recomputing)
+    )
+
+
+def module_of(path: str | Path) -> Any:
+    """Return a causal language model of Hugging Face on the ``meta`` device."""
     if importlib.util.find_spec("transformers") is None:
         raise OptionError(
             "a config of Hugging Face is read by transformers; the package cannot be imported; "
@@ -50,16 +61,11 @@ def from_huggingface(path: str | Path, rows: int = 1, length: int = 1024) -> Mod
             f"{str(error).splitlines()[0]}; pass the path of the file"
         ) from error
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(config).train()
-    recomputing = copy.deepcopy(module)
-    _recompute(recomputing)
-    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-    return Model(
-        _loss_of(module), functional(module).params, tokens, recomputed=_loss_of(recomputing)
-    )
+        return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-def _recompute(module: Any) -> None:
+def recompute(module: Any) -> None:
+    """Let a model of Hugging Face recompute its layers in backward."""
     # The second name is that of older versions.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     switch = next(getattr(module, name) for name in names if hasattr(module, name))

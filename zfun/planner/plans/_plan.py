@@ -10,24 +10,48 @@ ranks must find the same numbers, and a test compares the two.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Callable, Iterator
-from numbers import Integral
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from zfun import tree
-from zfun.collectives import Group, abstract_group, record
-from zfun.options import ANY, DEVICE, FUNCTION, GROUP, integer, takes
+from zfun.collectives import (
+    Group,
+    NotLeftYet,
+    Record,
+    global_ranks,
+    group_with_board,
+    record,
+)
+from zfun.collectives import mesh as named_mesh
+from zfun.errors import OptionError
+from zfun.options import ANY, BOOL, DEVICE, FUNCTION, GROUP, instance, integer, takes
+from zfun.parallel import Pipeline
+from zfun.parallel.schedules import activations_in_flight, bubble
 from zfun.planner._abstract import abstract
+from zfun.planner._buffers import MARK
 from zfun.planner._kernels import AttentionCounter
 from zfun.planner._meter import Meter
-from zfun.planner._parts import Live
-from zfun.planner.plans._flops import FlopCounter
+from zfun.planner._parts import Instant, Live
+from zfun.planner.plans._flops import FlopCounter, Flops, Touched
+from zfun.planner.plans._folded import (
+    AlikeBoard,
+    Counts,
+    Piece,
+    Ranks,
+    folded,
+    joined,
+    pieces_of,
+    sources,
+)
 from zfun.planner.plans._kept import bytes_by_path, num_leaves
-from zfun.planner.plans._record import Moved, Plan, Sent
+from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
 
+_MESH = instance(Mapping, "the size of each axis, by name", "{'pp': 2, 'dp': 4}")
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
 
 
@@ -61,6 +85,8 @@ class Observer:
         self.meter = Meter(device)
         self.group = record(self.meter.watch(group))
         self._flops, self._attention = FlopCounter(), AttentionCounter()
+        self._counts: list[Counts] = []
+        self._course: list[Instant] = []
 
     def __enter__(self) -> Observer:
         self.meter.__enter__()
@@ -78,15 +104,27 @@ class Observer:
             if counter not in self.meter.listeners:
                 self.meter.listeners.append(counter)
         self.meter.begin()
+        self._counts = [self._count()]
+
+    def cut(self, *_: Any) -> None:
+        """Cut the description here; see [Note: folded plans]."""
+        self.meter.mark()
+        self._counts.append(self._count())
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the described step."""
+        return pieces_of(self._course, self._counts, self.group.log)
 
     def plan(self, state: Any) -> Plan:
         """Return the description since the beginning, with the state that the step returned."""
         # Naming the state reads stores, which is no part of the step.
-        sent, flops, moved = self._sent(), self._flops.flops(), Moved(**self.meter.crossed)
+        sent, flops, moved = _sent(self.group.log), self._flops.flops(), Moved(**self.meter.crossed)
         touched = self._flops.touched()
+        self._counts.append(self._count())
         self.meter.name_state(state)
+        self._course = self.meter.course()
         return Plan(
-            self.meter.live().instants,
+            tuple(instant for instant in self._course if instant.what != MARK),
             self.group.size,
             self.group.rank,
             bytes_by_path(state),
@@ -98,13 +136,18 @@ class Observer:
             num_leaves(state),
         )
 
-    def _sent(self) -> tuple[Sent, ...]:
-        found: dict[tuple[str, str, str], tuple[int, int]] = {}
-        for entry in self.group.log:
-            key = entry.kind, entry.name, entry.axis
-            count, num_bytes = found.get(key, (0, 0))
-            found[key] = count + 1, num_bytes + entry.sent_bytes
-        return tuple(Sent(*key, *counts) for key, counts in found.items())
+    def _count(self) -> Counts:
+        numbers = *self._flops.flops(), *self._flops.touched(), *Moved(**self.meter.crossed)
+        return Counts(len(self.group.log), numbers, self._attention.counts())
+
+
+def _sent(log: Iterable[Record]) -> tuple[Sent, ...]:
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for entry in log:
+        key = entry.kind, entry.name, entry.axis
+        count, num_bytes = found.get(key, (0, 0))
+        found[key] = count + 1, num_bytes + entry.sent_bytes
+    return tuple(Sent(*key, *counts) for key, counts in found.items())
 
 
 @contextlib.contextmanager
@@ -130,18 +173,22 @@ def _present(device: torch.device | str) -> torch.device:
     recipe=FUNCTION,
     params=ANY,
     batch=ANY,
-    group=GROUP_OR_SIZE,
+    group=GROUP_OR_SIZE | None,
+    mesh=_MESH | None,
     steps=integer(1),
     device=DEVICE,
+    fold=BOOL,
 )
 def plan(
     recipe: Callable[[Group], Any],
     params: tree.Tree,
     batch: Any,
-    group: Group | int,
+    group: Group | int | None = None,
     *,
+    mesh: Mapping[str, int] | None = None,
     steps: int = 2,
     device: torch.device | str = "cpu",
+    fold: bool = False,
 ) -> Plan:
     """Plan a step: memory, traffic and operations of a rank, with no data, ranks or device.
 
@@ -151,17 +198,25 @@ def plan(
     Args:
         recipe: ``recipe(group)`` returns :func:`zfun.zero`'s three functions, or any object with
             ``init(params) -> state`` and ``step(state, batch) -> (state, info)``.
-            ``state.opt_state`` counts as the optimizer's, the rest of the state as parameters.
+            ``state.opt_state`` counts as the optimizer's, the rest of the state as parameters. With
+            ``mesh`` it is called as ``recipe(mesh)``, with the mesh of :func:`zfun.mesh`.
         params: a tree of tensors, of which shapes and dtypes count; ``meta`` tensors and deferred
             leaves will do.
         batch: the batch of a rank, of which only shapes and dtypes count.
         group: the number of ranks, whose first rank is described, or a group, of which only the
-            size and the rank count: :func:`zfun.collectives.abstract_group` makes any rank.
+            size and the rank count: :func:`zfun.collectives.abstract_group` makes any rank. By
+            default all ranks of ``mesh``.
+        mesh: the size of each axis, the slowest first, such as ``{"pp": 2, "dp": 8, "tp": 4}``. All
+            ranks along a pipeline are planned, because their shapes depend on each other.
         steps: the number of steps to take, of which the last is described. The first step learns
             the order of use; from the second on they are alike.
         device: where the loss is computed, which chooses the kernels of attention. ``"meta"`` and a
             device that this machine lacks stand for an accelerator with CUDA's kernels, whose bytes
             are told from those of host memory, where stores keep theirs.
+        fold: run equal blocks of a pipeline's schedule three times and repeat what they do, and run
+            one of several stages that have leaves of the same shapes and a function of one place in
+            the source. Long pipelines are planned in a fraction of the time. Schedules with several
+            stages on a rank are not folded.
 
     Returns:
         The plan.
@@ -183,26 +238,102 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    return planned(recipe, params, batch, group, steps, device)
+    meshed = None if mesh is None else Meshed(mesh, fold)
+    return planned(recipe, params, batch, group, steps, device, meshed=meshed)
+
+
+class Meshed(NamedTuple):
+    """The axes of a plan, and whether it is folded."""
+
+    mesh: Mapping[str, int]
+    fold: bool = False
 
 
 def planned(
-    recipe: Callable[[Group], Any],
+    recipe: Callable[[Any], Any],
     params: tree.Tree,
     batch: Any,
-    group: Group | int,
+    group: Group | int | None,
     steps: int,
     device: torch.device | str,
     watch: Callable[[Meter], object] | None = None,
+    meshed: Meshed | None = None,
 ) -> Plan:
     """Plan a step, as :func:`plan` does; ``watch`` is called with the meter."""
     device = _present(device)
-    ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
-    observer = Observer(abstract_group(ranks.size, ranks.rank), device)
-    if watch is not None:
-        watch(observer.meter)
-    # Outside of the context, because optimizers are probed with numbers.
-    run = recipe(observer.group)
+    mesh, fold = (None, False) if meshed is None else meshed
+    size, rank = _size_and_rank(group, mesh)
+    board = AlikeBoard()
+
+    def made(number: int) -> tuple[Observer, Any, tuple[tuple[str, int], ...]]:
+        observer = Observer(group_with_board(size, number, board), device)
+        if watch is not None:
+            watch(observer.meter)
+        if mesh is None:
+            return observer, recipe(observer.group), ()
+        axes = named_mesh(observer.group, **mesh)
+        return observer, recipe(axes), tuple(axes.sizes.items())
+
+    ranks = board.ranks = _foldable(lambda number: made(number)[1], rank, params) if fold else None
+    plans: dict[int, Plan] = {}
+    pieces: dict[int, list[Piece]] = {}
+    # Ranks that are not done, and what each of them waits for.
+    waiting: dict[int, NotLeftYet | None]
+    waiting = dict.fromkeys([rank] if ranks is None else ranks.shown_by.values())
+    while waiting:
+        # The last one first, because the others wait for it, if only indirectly.
+        number = next(one for one in reversed(waiting) if board.lets_go_on(waiting[one]))
+        # Outside of the context, because optimizers are probed with numbers.
+        observer, run, sizes = made(number)
+        try:
+            plan = _plan_of(run, observer, params, batch, steps, device, is_folded=bool(ranks))
+        except NotLeftYet as missing:
+            waiting[number] = missing.with_traceback(None)
+            other = missing.rank if ranks is None else ranks.to_run(missing)
+            if other not in plans:
+                waiting.setdefault(other)
+            continue
+        del waiting[number]
+        plans[number] = dataclasses.replace(plan, mesh=sizes, pipeline=_in_pipeline(run))
+        if ranks is not None:
+            pieces[number] = observer.pieces()
+    if ranks is not None:
+        plans = {
+            number: _unfolded(number, ranks, plans[shown], pieces[shown])
+            for number, shown in ranks.shown_by.items()
+        }
+    stages = tuple(plans[number] for number in sorted(plans)) if len(plans) > 1 else ()
+    return dataclasses.replace(plans[rank], stages=stages)
+
+
+def _foldable(made: Callable[[int], Any], rank: int, params: tree.Tree) -> Ranks | None:
+    """Return the ranks of a pipeline of which actions can be left out, if there is one."""
+    loss = _pipeline_of(made(rank))
+    if loss is None:
+        return None
+    losses = {number: made(number) for number in global_ranks(loss.model_axes[0].group)}
+    found = {number: _pipeline_of(run) for number, run in losses.items()}
+    pipelines = {number: one for number, one in found.items() if one is not None}
+    if any(len(one.stages) > 1 or folded(one.actions) is None for one in pipelines.values()):
+        return None
+    return Ranks(pipelines, params)
+
+
+def _plan_of(
+    run: Any,
+    observer: Observer,
+    params: Any,
+    batch: Any,
+    steps: int,
+    device: torch.device,
+    *,
+    is_folded: bool,
+) -> Plan:
+    loss = _pipeline_of(run) if is_folded else None
+    shorter = None if loss is None else folded(loss.actions)
+    if loss is not None:
+        # The steps before know each block, and nothing else counts there.
+        loss.actions = folded(loss.actions, 1) or shorter or loss.actions
     with _without_collector(), abstract(device, metered=True) as fake:
         start, data = fake(params), fake(batch)
         with observer:
@@ -210,9 +341,66 @@ def planned(
             del start
             for _ in range(steps - 1):
                 state = run.step(state, data)[0]
+            if loss is not None and shorter is not None:
+                loss.actions, loss.watch = shorter, observer.cut
             observer.begin(state)
             after = run.step(state, data)
             return observer.plan(after[0])
+
+
+def _unfolded(number: int, ranks: Ranks, shown: Plan, pieces: Sequence[Piece]) -> Plan:
+    """Return the plan of a rank, from the pieces of the step of one that is like it."""
+    places = [*sources(ranks.runs[number], ranks.runs[shown.rank])]
+    first, *middle, last = pieces
+    instants, total = joined([first, *(middle[place] for place in places), last])
+    names = dict(zip(ranks.names[shown.rank], ranks.names[number], strict=True))
+    flops, touched, moved = (total.numbers[i : i + 4] for i in (0, 4, 8))
+    loss = ranks.losses[number]
+    return dataclasses.replace(
+        shown,
+        rank=number,
+        instants=instants,
+        by_path=tuple(row._replace(path=names.get(row.path, row.path)) for row in shown.by_path),
+        sent=_sent(total.records),
+        moved=Moved(*moved),
+        flops=Flops(*flops),
+        touched=Touched(*touched),
+        attention=tuple(total.attention.items()),
+        pipeline=_share_of(loss),
+    )
+
+
+def _pipeline_of(run: Any) -> Pipeline | None:
+    loss = getattr(getattr(run, "options", None), "loss_fn", None)
+    return loss if isinstance(loss, Pipeline) else None
+
+
+def _in_pipeline(run: Any) -> InPipeline | None:
+    loss = _pipeline_of(run)
+    return None if loss is None else _share_of(loss)
+
+
+def _share_of(loss: Pipeline) -> InPipeline:
+    return InPipeline(
+        loss.num_micro_batches,
+        activations_in_flight(loss.schedule)[loss.model_axes[0].group.rank],
+        bubble(loss.schedule),
+    )
+
+
+def _size_and_rank(group: Group | int | None, mesh: Mapping[str, int] | None) -> tuple[int, int]:
+    """Return the number of ranks, and the rank to plan."""
+    if group is None and mesh is None:
+        raise OptionError(
+            "a plan is one of some ranks; got neither group nor mesh; pass the number of ranks, or "
+            "mesh={'pp': 2, 'dp': 4}"
+        )
+    if group is None:
+        # An axis of the size -1 takes the rest, of which nothing is known.
+        return max(1, math.prod((mesh or {}).values())), 0
+    if isinstance(group, Group):
+        return group.size, group.rank
+    return int(group), 0
 
 
 @takes(

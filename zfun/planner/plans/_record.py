@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zfun.options import ANY, takes
@@ -20,7 +20,7 @@ class Sent(NamedTuple):
     Attributes:
         kind: such as ``"all_gather"``.
         name: of the value: ``"params"``, ``"grads"``, ``"norm"`` and others.
-        axis: ``"inner"`` or ``"outer"`` of a mesh; else ``""``.
+        axis: the name of an axis of a mesh, such as ``"inner"`` or ``"tp"``; else ``""``.
         num_messages: the number of collectives.
         num_bytes: the bytes that the rank sends.
     """
@@ -48,6 +48,22 @@ class Moved(NamedTuple):
     from_disk: int = 0
 
 
+class InPipeline(NamedTuple):
+    """The part of a rank in a pipeline.
+
+    Attributes:
+        num_micro_batches: of a step.
+        in_flight: the most micro-batches of which the rank keeps activations at one time, over all
+            of its stages.
+        bubble: the share of a step in which a rank waits for others, if all stages take equally
+            long and messages no time; see :func:`zfun.parallel.schedules.bubble`.
+    """
+
+    num_micro_batches: int
+    in_flight: int
+    bubble: float
+
+
 @dataclass(frozen=True)
 class Plan(Live):
     """The memory, the traffic and the operations of one rank's step, made by :func:`plan`.
@@ -66,6 +82,10 @@ class Plan(Live):
         attention: the kernels of :func:`torch.nn.functional.scaled_dot_product_attention` in
             forward, each with the number of calls.
         num_leaves: the leaves of the parameters.
+        mesh: the name and the size of each axis, if the plan is one of a mesh.
+        pipeline: the part of the rank in a pipeline, if there is one.
+        stages: the plans of all ranks of the pipeline, as far as one rank's depends on them. Ranks
+            along other axes do as much as these.
     """
 
     size: int
@@ -77,6 +97,9 @@ class Plan(Live):
     touched: Touched
     attention: tuple[tuple[str, int], ...] = ()
     num_leaves: int = 0
+    mesh: tuple[tuple[str, int], ...] = ()
+    pipeline: InPipeline | None = None
+    stages: tuple[Plan, ...] = field(default=(), repr=False)
 
     def bytes_sent(self, name: str | None = None, *, axis: str | None = None) -> int:
         """Return the bytes that the rank sends in a step, of one name or along one axis."""
@@ -113,7 +136,10 @@ class Plan(Live):
         return StepWork(
             self.size,
             self.flops.total,
-            {axis: self.bytes_sent(axis=axis) for axis in ("", "inner", "outer")},
+            {
+                axis: self.bytes_sent(axis=axis)
+                for axis in ("", "inner", "outer", *(sent.axis for sent in self.sent))
+            },
             sum(sent.num_messages for sent in self.sent),
             max(self.moved.to_host, self.moved.to_device),
             self.moved.to_disk + self.moved.from_disk,
@@ -122,6 +148,8 @@ class Plan(Live):
             self.touched.num_bytes,
             self.touched.num_ops,
             self.num_leaves,
+            self.mesh,
+            0.0 if self.pipeline is None else self.pipeline.bubble,
         )
 
     @takes(self=ANY, hardware=HARDWARE)
@@ -182,6 +210,29 @@ class Plan(Live):
                 for s in self.sent
             ),
         ]
+        if self.mesh:
+            yield [
+                ("axis", "ranks", "messages", "bytes sent"),
+                *(
+                    (
+                        name,
+                        f"{size:,}",
+                        f"{sum(s.num_messages for s in self.sent if s.axis == name):,}",
+                        f"{self.bytes_sent(axis=name):,}",
+                    )
+                    for name, size in self.mesh
+                ),
+            ]
+        if self.pipeline is not None:
+            yield [
+                ("pipeline", "micro-batches", "in flight", "bubble"),
+                (
+                    "",
+                    f"{self.pipeline.num_micro_batches:,}",
+                    f"{self.pipeline.in_flight:,}",
+                    f"{self.pipeline.bubble:.1%}",
+                ),
+            ]
         names = [part for part in ("params", "masters", "moments") if any(self._kept(part))]
         yield [
             ("kept for", *names),

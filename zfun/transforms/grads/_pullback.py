@@ -325,7 +325,9 @@ def _number(word: int) -> int:
 
 def _compare(word: int, group: Group) -> list[int]:
     """Return the words of all ranks, if their numbers are equal."""
-    words = gather_values(torch.tensor([word]), group, "number of a call").flatten().tolist()
+    found = gather_values(torch.tensor([word]), group, "number of a call").flatten()
+    # In a plan of thousands of ranks, each unknown number would cost a look-up.
+    words = [word] * group.size if ops.is_abstract(found) else found.tolist()
     numbers = [_number(word) for word in words]
     if len(set(numbers)) == 1:
         return words

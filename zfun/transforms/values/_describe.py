@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import axis_of
+from zfun.collectives import axis_of, model_groups
 from zfun.flat import Flat
-from zfun.placement import S
+from zfun.layout import LeafSlot
+from zfun.placement import Cut, Held, S
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Row:
         shape: the shape of the whole leaf.
         dtype: the dtype of the buffer that holds the leaf.
         placement: ``"R"``, ``"P"`` or ``"S"``, or the cut (``"Owned()"``), with the axis of a mesh
-            (``"S (inner)"``); ``"local"`` for a tensor of this rank alone.
+            (``"S (inner)"``); ``"local"`` for a tensor of this rank alone. Of a leaf that is spread
+            over model axes also ``"dim 0 (tp)"`` or ``"held by 1 (pp)"``.
         bucket: index of the bucket, or ``None``.
         here: the elements that this rank holds, as a slice ``(start, stop)`` of the ravelled leaf.
         where: the device or the store.
@@ -128,10 +131,24 @@ def _rows_of(flat: Flat, prefix: str) -> list[Row]:
         dtype = buffer.dtype.to_complex() if slot.dtype.is_complex else buffer.dtype
         cut = flat.layout.buckets[slot.bucket].placement if flat.placement is S else flat.placement
         placement = f"{cut!r} ({axis_of(flat.group)})" if axis_of(flat.group) else repr(cut)
+        placement = ", ".join([placement, *_spread(flat, slot)])
         rows.append(
             Row(name, slot.shape, dtype, placement, slot.bucket, (first, last), _place(buffer))
         )
     return rows
+
+
+def _spread(flat: Flat, slot: LeafSlot) -> Iterator[str]:
+    """Say how a leaf is spread over the model axes."""
+    axes = model_groups(flat.group)
+    if len(axes) != len(slot.spread):
+        return  # of a state whose layout knows no axes
+    for index, (axis, kind) in enumerate(zip(axes, slot.spread, strict=True)):
+        name = axis_of(axis) or f"model axis {index}"
+        if isinstance(kind, Cut):
+            yield f"dim {kind.dim} ({name})"
+        elif isinstance(kind, Held):
+            yield f"held by {', '.join(map(str, kind.ranks))} ({name})"
 
 
 def _place(buffer: Any) -> str:

@@ -1,0 +1,145 @@
+"""The command ``zfun plan --mesh``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zfun.modules import functional
+from zfun.optim import adamw
+from zfun.options import BOOL, PATH, instance, integer, one_of, takes
+from zfun.planner import Hardware, Plan, module_of, recompute
+from zfun.planner import plan as plan_of
+from zfun.recipes import zero
+from zfun.tables import in_columns
+
+
+@takes(
+    sizes=instance(Mapping, "the size of each axis, by name", "{'pp': 8, 'dp': 16, 'tp': 8}"),
+    stage=integer(0),
+    micro_batches=integer(1) | None,
+    recomputed=BOOL,
+    precision=one_of(torch.bfloat16, torch.float16) | None,
+)
+@dataclass(frozen=True)
+class MeshChoice:
+    """The composition that ``zfun plan --mesh`` plans.
+
+    Attributes:
+        sizes: the size of each axis, the slowest first: of ``pp``, ``dp``, ``sp`` and ``tp``.
+        stage: of :func:`zfun.zero`.
+        micro_batches: of a step; by default one for each row in a pipeline, else 1.
+        recomputed: whether layers are recomputed in backward.
+        precision: mixed precision.
+    """
+
+    sizes: Mapping[str, int]
+    stage: int = 1
+    micro_batches: int | None = None
+    recomputed: bool = False
+    precision: torch.dtype | None = None
+
+
+@takes(
+    path=PATH,
+    machine=instance(Hardware, "the rates and sizes of a machine", "demo.machine_of(None)"),
+    ranks=integer(1),
+    choice=instance(MeshChoice, "a MeshChoice", "MeshChoice({'dp': 8})"),
+    rows=integer(1),
+    length=integer(2),
+)
+def mesh_plan(
+    path: str | Path,
+    machine: Hardware,
+    *,
+    ranks: int,
+    choice: MeshChoice,
+    rows: int = 1,
+    length: int = 1024,
+) -> int:
+    """Print the plan of a model of Hugging Face over the axes of a mesh.
+
+    Args:
+        path: ``config.json``.
+        machine: from :func:`zfun.demo.machine_of`.
+        ranks: the number of ranks.
+        choice: the mesh and the rest of the composition.
+        rows: sequences in the batch of a data rank.
+        length: tokens in a sequence.
+
+    Returns:
+        The exit status: 0 if the plan fits, else 1.
+
+    Raises:
+        OptionError: a package is missing, a file cannot be read, or the mesh fits neither the ranks
+            nor the model.
+    """
+    module = module_of(path)
+    if choice.recomputed:
+        recompute(module)
+    found = planned_mesh(module, ranks, choice, rows, length)
+    sizes = ", ".join(f"{name}={size}" for name, size in found.mesh)
+    print(f"{path}: {ranks} ranks ({sizes}), {rows} x {length} tokens on each data rank\n")
+    print(found)
+    stages = found.stages or (found,)
+    if len(stages) > 1 or math.isfinite(machine.flops_per_s):
+        print(f"\n{in_columns(_rows_of(stages, machine))}")
+    return int(any(plan.excess(machine) for plan in stages))
+
+
+def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length: int) -> Plan:
+    """Plan a causal model of Hugging Face over a mesh, with AdamW."""
+    # transformers takes seconds to import.
+    from zfun.interop.transformers import mesh_batch, mesh_loss
+
+    is_pipeline = choice.sizes.get("pp", 1) != 1
+    count = choice.micro_batches or (rows if is_pipeline else 1)
+
+    def make(axes: Any) -> Any:
+        data = [name for name in axes.names if name in ("dp", "sp")]
+        return zero(
+            choice.stage,
+            mesh_loss(module, axes, count),
+            adamw(1e-4),
+            axes[tuple(data)],
+            precision=choice.precision,
+            num_micro_batches=1 if axes.sizes.get("pp", 1) > 1 else count,
+        )
+
+    sizes = dict(choice.sizes) if {"dp", "sp"} & choice.sizes.keys() else {"dp": 1, **choice.sizes}
+    return plan_of(
+        make,
+        functional(module).params,
+        mesh_batch(sizes, rows, length),
+        ranks,
+        mesh=sizes,
+        device="meta",
+        fold=True,
+    )
+
+
+def _rows_of(stages: tuple[Plan, ...], machine: Hardware) -> list[tuple[str, ...]]:
+    has_times = math.isfinite(machine.flops_per_s)
+    times = ("at least, s", "at most, s") if has_times else ()
+    rows: list[tuple[str, ...]] = [
+        ("stage", "kept", "peak", "in flight", "sent", "operations", *times)
+    ]
+    for index, plan in enumerate(stages):
+        cells: tuple[str, ...] = (
+            f"{index}",
+            f"{plan.steady.device.total:,}",
+            f"{plan.peak.device.total:,}",
+            f"{plan.pipeline.in_flight if plan.pipeline else 0}",
+            f"{plan.bytes_sent():,}",
+            f"{plan.flops.total:.4g}",
+        )
+        if has_times:
+            found = plan.on(machine)
+            cells = (*cells, f"{found.at_least_s:.3g}", f"{found.at_most_s:.3g}")
+        rows.append(cells)
+    return rows
