@@ -39,8 +39,8 @@ from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._local import Spread
 from zfun.parallel._pipeline_messages import Channel
-from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp
-from zfun.parallel._pipeline_tied import TiedLeaves, group_of, tied
+from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp, forward_only
+from zfun.parallel._pipeline_tied import TiedLeaves, group_of, pair_groups, tied
 from zfun.parallel.schedules import (
     ACTIONS,
     BY_NAME,
@@ -104,6 +104,7 @@ class Pipeline(ParallelLoss):
         # Made in the first step, because all ranks take part.
         self._channels: dict[tuple[int, str], Channel] = {}
         self._loss: Channel | None = None
+        self._is_agreed = False
         # Of the ranks that hold a tied leaf.
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -135,8 +136,9 @@ class Pipeline(ParallelLoss):
             second results of the loss (``None`` on ranks without the last stage).
         """
         batches = split_batch(batch, self.num_micro_batches)
-        if self._loss is None:
+        if not self._is_agreed:
             self._agree(batches)
+        if self._loss is None:
             self._connect(device)
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
@@ -162,6 +164,20 @@ class Pipeline(ParallelLoss):
             # leaf lie in different places.
             grads = tied_leaves.sum(deliver(grads))
         return loss, grads, aux
+
+    def forward(
+        self, run: Callable[..., Any], batches: Sequence[Any], device: torch.device
+    ) -> list[Any]:
+        """Run the stages without backward, and return what the last one gives on its rank.
+
+        Args:
+            run: ``(stage, x, batch) -> out``, in place of the functions of the stages.
+            batches: any number of micro-batches.
+            device: where activations arrive.
+        """
+        if self._loss is None:
+            self._connect(device)
+        return forward_only(sorted(self._stages), len(self._rank_of), self._channels, run, batches)
 
     def _shared_loss(self, results: Results, sums: Group) -> Any:
         """Average the losses over micro-batches and data ranks, and send the mean to all stages."""
@@ -203,12 +219,13 @@ class Pipeline(ParallelLoss):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta
         ]
         check_same(records, self._axis, "batch along the axis of a pipeline", kind="tensor")
+        self._is_agreed = True
 
     def _connect(self, device: torch.device) -> None:
         """Make the channels of this rank, over groups of two ranks."""
         axis, rank_of = self._axis, self._rank_of
         ends = [*itertools.pairwise(rank_of)]
-        groups = _pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
+        groups = pair_groups(axis, sorted({(min(x), max(x)) for x in ends if x[0] != x[1]}))
         for stage, (first, second) in enumerate(ends):
             if first == second or axis.rank not in (first, second):
                 continue
@@ -421,24 +438,6 @@ def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:
         return params[stage]
 
     return own if leaves is None else lambda params: params
-
-
-def _pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
-    """Return the group of two for each rank that this rank has messages with."""
-    found: dict[int, Group] = {}
-    left = list(pairs)
-    while left:
-        # Pairs without a common rank are made together.
-        parts: list[tuple[int, int]] = []
-        for pair in left:
-            if not any(set(pair) & set(other) for other in parts):
-                parts.append(pair)
-        left = [pair for pair in left if pair not in parts]
-        group = group_of(axis, parts)
-        for low, high in parts:
-            if axis.rank in (low, high):
-                found[high if axis.rank == low else low] = group
-    return found
 
 
 def _refuse_call(params: Any, batch: Any) -> NoReturn:

@@ -212,8 +212,7 @@ class PipelineStep:
             self._wait_sent()
 
     def _wait_sent(self) -> None:
-        for work in self._sent.popleft():
-            work.wait()
+        _wait(self._sent.popleft())
 
     def _input_of(self, action: Action) -> str:
         """Say for the error of a forward pass what the stage before has given."""
@@ -283,6 +282,41 @@ class PipelineStep:
             # Divided by the weight of all micro-batches at the end.
             grads = times(grads, weights[1]) if len(self._batches) > 1 else grads
         self.results.grads = add_grads(self.results.grads, grads)
+
+
+def forward_only(
+    stages: Sequence[int],
+    num_stages: int,
+    channels: dict[tuple[int, str], Channel],
+    run: Callable[[int, Any, Any], Any],
+    batches: Sequence[Any],
+) -> list[Any]:
+    """Run the stages of this rank on all micro-batches, and return what the last stage gives."""
+    found: list[Any] = []
+    sent: deque[list[Work]] = deque()
+    out: Any = None
+    for k, batch in enumerate(batches):
+        key = _key(batch)
+        for stage in stages:
+            x = out
+            if (stage, "RECV_F") in channels:
+                x = channels[stage, "RECV_F"].receive(_message(stage, "RECV_F", k), key)()
+            out = run(stage, x, batch)
+            if stage == num_stages - 1:
+                found.append(out)
+            elif (stage, "SEND_F") in channels:
+                part = _message(stage, "SEND_F", k)
+                sent.append(channels[stage, "SEND_F"].send(out, part, key, lambda path: False))
+        while len(sent) > _MAX_SENT:
+            _wait(sent.popleft())
+    for works in sent:
+        _wait(works)
+    return found
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _message(stage: int, kind: str, k: int) -> str:

@@ -79,3 +79,21 @@ def group_of(axis: Group, parts: Sequence[Sequence[int]]) -> Group:
     inside = {rank for part in parts for rank in part}
     alone = [[rank] for rank in range(axis.size) if rank not in inside]
     return axis.subgroup([*map(list, parts), *alone])
+
+
+def pair_groups(axis: Group, pairs: Sequence[tuple[int, int]]) -> dict[int, Group]:
+    """Return the group of two for each rank that this rank has messages with."""
+    found: dict[int, Group] = {}
+    left = list(pairs)
+    while left:
+        # Pairs without a common rank are made together.
+        parts: list[tuple[int, int]] = []
+        for pair in left:
+            if not any(set(pair) & set(other) for other in parts):
+                parts.append(pair)
+        left = [pair for pair in left if pair not in parts]
+        group = group_of(axis, parts)
+        for low, high in parts:
+            if axis.rank in (low, high):
+                found[high if axis.rank == low else low] = group
+    return found

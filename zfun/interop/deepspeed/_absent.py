@@ -67,8 +67,9 @@ _TABLE: Mapping[str, str] = {
     "use a module of plain torch; torch.compile fuses the operations of a layer": (
         "ops.transformer :DeepSpeedTransformerLayer :DeepSpeedTransformerConfig"
     ),
-    "keep the model in one piece and use zero_optimization.stage 3": (
-        "pipe runtime.pipe :PipelineEngine :PipelineModule engine:train_batch engine:eval_batch"
+    "pass a PipelineModule to initialize()": "engine:train_batch engine:eval_batch",
+    "write the actions of a schedule with zf.parallel.schedules": (
+        "runtime.pipe.schedule runtime.pipe.p2p"
     ),
     "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline": (
         "profiling :EngineTimers utils:SynchronizedWallClockTimer utils:ThroughputTimer "

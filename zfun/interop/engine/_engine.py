@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,8 +43,9 @@ from zfun.interop.engine._values import (
     deferred_values,
     named_leaves,
 )
-from zfun.placement import S
-from zfun.recipes import StepInfo, Zero
+from zfun.parallel import model_axes
+from zfun.placement import Held, S
+from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.transforms import Tape
 
 
@@ -72,7 +73,8 @@ class Engine(Passes):
             ``"mean"`` or ``"by rank"``; see :func:`zfun.zero`.
         init: ``"check"`` that all ranks have the same values, or ``"broadcast"`` those of rank 0.
         values: first values by name in place of the module's own, such as
-            :class:`zfun.sources.Deferred`.
+            :class:`zfun.sources.Deferred`; with ``"loss_fn"`` in ``zero``, the logical tree of that
+            loss by name, of which the module has the leaves of this rank.
         extra: parameters by name that the module does not have, such as those of a loss. They are
             whole, and their gradients stay in ``.grad`` until you drop them, as in torch.
 
@@ -155,12 +157,17 @@ class Engine(Passes):
             self.recipe = self._composed()
         given = values or {}
         first = {name: given.get(name, x.detach()) for name, x in self._params.items()}
+        # The logical tree of a loss over model axes has one order on all ranks.
+        first = first if isinstance(zero, Zero) or "loss_fn" not in self._options else given
         self._state = self.recipe.init(first, init=init)
         for param in self._params.values():
             if param.is_meta:
                 leave_meta(param, self._state.params.layout.device)
         self._group = self._state.params.group
-        self._buffers = EngineBuffers(module, buffers, self._group, init, given)
+        # A rank has the buffers of its own leaves.
+        axes = () if self.recipe.options is None else model_axes(self.recipe.options.loss_fn)
+        spread = tuple(Held((axis.group.rank,)) for axis in axes)
+        self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread)
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
@@ -188,9 +195,11 @@ class Engine(Passes):
                     "of its parameters at the start, and freeze those that train later"
                 )
         options: dict[str, Any] = {"trainable": lambda name, _: name in trained, **self._options}
-        # Stage 1 sums in backward too; see [Note: the engine].
-        options["stage"] = 2 if options["stage"] == 1 else options["stage"]
-        return recipes.zero(loss_fn=_no_loss, optimizer=rule, **options)
+        if "loss_fn" not in options:
+            options["loss_fn"] = _no_loss
+            # Stage 1 sums in backward too; see [Note: the engine].
+            options["stage"] = 2 if options["stage"] == 1 else options["stage"]
+        return recipes.zero(optimizer=rule, **options)
 
     # Calls.
 
@@ -386,12 +395,26 @@ class Engine(Passes):
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
+        return self._stepped(lambda state: self.recipe.update(state, grads, loss), told.flags[1:])
+
+    def whole_step(self, batch: Any) -> StepInfo:
+        """Take a step of ``recipe``, by the loss of ``zero=`` instead of calls and backward passes.
+
+        Args:
+            batch: for that loss, such as one of :func:`zfun.pipeline`.
+        """
+        self.prepare()
+        self._check_here("a step", "parameters", "the optimizer's state")
+        step = lambda state: self.recipe.step(state, batch)
+        return self._stepped(step, self._buffers.changed())
+
+    def _stepped(self, step: Callable[[ZeroState], Any], new_buffers: Sequence[bool]) -> StepInfo:
         if self._groups is not None:
             bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
             opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
             self._state = self._state._replace(opt_state=opt_state)
-        self._state, info = self.recipe.update(self._state, grads, loss)
-        self._buffers.merge(told.flags[1:])
+        self._state, info = step(self._state)
+        self._buffers.merge(new_buffers)
         if self._groups is not None:
             self._groups.stepped()
         self.grad_norm = float(info.grad_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -18,6 +19,7 @@ from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.layout import layout_of
 from zfun.optim import MissedSteps
+from zfun.placement import Cut, Held
 from zfun.recipes import ZeroState
 from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
@@ -87,18 +89,25 @@ class EngineBuffers:
     """The buffers of a live module, which are views of one flat value, ``flat``.
 
     As under DDP, a module writes its own buffers, in place or by assignment, and before the next
-    step all ranks have those of rank 0, or what another rule says.
+    step all ranks have those of rank 0, or what another rule says. ``spread`` says which ranks of
+    model axes have them.
     """
 
     def __init__(
-        self, module: nn.Module, rule: str, group: Group, init: str, values: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        rule: str,
+        group: Group,
+        init: str,
+        values: Mapping[str, Any],
+        spread: tuple[Cut | Held | None, ...] = (),
     ) -> None:
         if rule not in ("rank 0", "mean", "by rank"):
             raise OptionError(
                 f"buffers= is 'rank 0', 'mean' or 'by rank'; got {rule!r}; pass 'rank 0' for the "
                 "values of rank 0, as under DDP"
             )
-        self._module, self._rule, self._group = module, rule, group
+        self._module, self._rule, self._group, self._spread = module, rule, group, spread
         self._seen: dict[str, tuple[int, int]] = {}
         self.flat: Flat | None = None
         for prefix, owner in module.named_modules():
@@ -160,7 +169,9 @@ class EngineBuffers:
             for name, x in named.items()
         ):
             values = self.named()
-            self.flat = ravel(values, layout_of(values), self._group)
+            layout = layout_of(values)
+            own = (replace(slot, spread=self._spread) for slot in layout.leaves)
+            self.flat = ravel(values, replace(layout, leaves=tuple(own)), self._group)
             for name, view in unravel(self.flat).items():
                 named[name].data = view
         self._seen = {name: _mark(x) for name, x in named.items()}

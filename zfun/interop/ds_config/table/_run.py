@@ -162,6 +162,18 @@ _CHECKPOINTS = (
     ),
 )
 
+_IN_MODULE = "is an argument of deepspeed.pipe.PipelineModule; DeepSpeed ignores the key"
+_PIPELINE = section("pipeline",
+    mapped("activation_checkpoint_interval", 0, "PipelineModule(activation_checkpoint_interval=)",
+        count(), "for a PipelineModule that deepspeed.initialize gets"),
+    ignored("stages", "auto", _IN_MODULE, ANYTHING),
+    ignored("partition", "best", _IN_MODULE, ANYTHING),
+    ignored("seed_layers", False, _IN_MODULE),
+    ignored("pipe_partitioned", True, "activations go whole"),
+    ignored("grad_partitioned", True, "cotangents go whole"),
+    ignored("use_reentrant", True, "blocks are recomputed in one way"),
+)
+
 _LOG = "log the StepInfo that step() returns"
 _PROFILE = "use zf.planner.profile"
 _OTHERS = (
@@ -187,7 +199,6 @@ _OTHERS = (
     ignored("managed_gradient_accumulation", True,
         "by zf.zero, where num_micro_batches sets the boundary; deepspeed.initialize obeys"),
     ignored("use_data_before_expert_parallelism", False, "the mesh of ranks is yours"),
-    ignored("pipeline", None, "DeepSpeed reads the section for a PipelineModule only"),
     refused("disable_allgather", False, "leave the key out: a step ends with new parameters"),
     refused("sparse_gradients", False,
         "leave the key out, and make embeddings with sparse=False: gradients are dense"),
@@ -212,4 +223,6 @@ _OTHERS = (
     ),
 )
 
-RUN: tuple[Key, ...] = (*_BATCH, *_FP16, *_BF16, *_DTYPES, *_ELASTIC, *_CHECKPOINTS, *_OTHERS)
+RUN: tuple[Key, ...] = (
+    *_BATCH, *_FP16, *_BF16, *_DTYPES, *_ELASTIC, *_CHECKPOINTS, *_PIPELINE, *_OTHERS
+)
