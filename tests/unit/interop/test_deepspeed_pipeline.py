@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -462,3 +463,30 @@ def test_a_grid_has_the_groups_of_a_topology() -> None:
     )
     with pytest.raises(ValueError, match="use filter_match"):
         three.get_rank(pipe=0)
+
+
+@pytest.mark.parametrize("kind", ["model", "pipe", "sequence", "tensor_model"])
+@pytest.mark.shows(
+    "`mpu` with ranks that share layers or sequences, `autotp_size`, `sequence_parallel_size`",
+    "refused",
+    "norm, clipping and skipped steps would count each rank's part alone",
+)
+def test_ranks_that_share_layers_are_refused(kind: str) -> None:
+    def main(group: zf.Group, size: int) -> Any:
+        mpu = types.SimpleNamespace(
+            get_data_parallel_group=lambda: group,
+            **{f"get_{kind}_parallel_world_size": lambda: size},
+        )
+        return deepspeed.initialize(model=nn.Linear(2, 2), config=config(2), mpu=mpu)
+
+    zf.simulate(2, functools.partial(main, size=1))
+    with pytest.raises(OptionError, match=rf"get_{kind}_parallel_world_size\(\) 2; "):
+        zf.simulate(2, functools.partial(main, size=2))
+
+
+@pytest.mark.parametrize(
+    "section", [{"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}], ids=str
+)
+def test_an_engine_refuses_axes_of_a_configuration(section: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"got \S+_size 2; leave it out, as stage 3"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=config(3, **section))

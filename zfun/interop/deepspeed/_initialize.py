@@ -88,7 +88,8 @@ def initialize(
     if mesh_param is not None:
         raise OptionError(
             f"initialize() has no tensor or sequence parallel ranks; got mesh_param={mesh_param!r}"
-            "; leave the argument out: stage 3 shards the parameters of every layer"
+            "; leave the argument out, or train with zf.tensor_parallel or "
+            "zf.interop.transformers.sequence_parallel over a zf.mesh"
         )
     chosen = config_of(args, config, config_params)
     device = local_device()
