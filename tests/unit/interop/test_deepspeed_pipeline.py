@@ -414,7 +414,7 @@ def test_a_wrong_pipeline_is_refused(name: str) -> None:
     options, message = WRONG[name]
 
     def main(group: zf.Group) -> None:
-        given = {"layers": layers(), "num_stages": 2, "partition_method": "uniform", **options}
+        given: dict[str, Any] = {"layers": layers(), "num_stages": 2, **options}
         with pytest.raises(OptionError, match=message):
             PipelineModule(**given, group=group)
 

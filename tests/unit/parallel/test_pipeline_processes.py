@@ -34,6 +34,7 @@ def test_processes_have_the_results_of_the_simulation(four: Workers) -> None:
         assert_same_bits(found, expected[rank], f"rank {rank} in its process and simulated")
 
 
+@pytest.mark.parametrize("four", [OVER_GLOO], indirect=True)
 def test_a_pipeline_of_deepspeed_has_the_numbers_of_one_process(four: Workers) -> None:
     for found in four.run(functools.partial(facade.run, stage=1, pp=2)):
         facade.assert_is(found, facade.plain(2))

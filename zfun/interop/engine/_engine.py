@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,10 +42,11 @@ from zfun.interop.engine._values import (
     carried,
     deferred_values,
     named_leaves,
+    trained_in,
 )
 from zfun.parallel import model_axes
 from zfun.placement import Held, S
-from zfun.recipes import StepInfo, Zero, ZeroState
+from zfun.recipes import StepInfo, Zero
 from zfun.transforms import Tape
 
 
@@ -285,6 +286,11 @@ class Engine(Passes):
                 "trained parameters change between steps; got a change between the micro-batches "
                 "of a step; unfreeze parameters, or add a group, after engine.step()"
             )
+        if "loss_fn" in self._options:
+            raise OptionError(
+                "ranks of a model axis train the leaves that they had at first; got another "
+                "requires_grad, or another group; make a new engine of the saved weights"
+            )
         self.recipe = self._composed()
         values = deferred_values(self._state, self._params, masters=True)
         self._state = carried(self._state, self.recipe.init(values))
@@ -341,7 +347,7 @@ class Engine(Passes):
         if groups is None:
             return None
         # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
-        found, _ = attempt(lambda: _trained_in(path, step))
+        found, _ = attempt(lambda: trained_in(path, step))
         if (first := agree(agreement_group(self._group), None, found)[0]) is None:
             return None
         chosen, names = first
@@ -408,20 +414,6 @@ class Engine(Passes):
         step = lambda state: self.recipe.step(state, batch)
         return self._stepped(step, self._buffers.changed())
 
-    def _stepped(self, step: Callable[[ZeroState], Any], new_buffers: Sequence[bool]) -> StepInfo:
-        if self._groups is not None:
-            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
-            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
-            self._state = self._state._replace(opt_state=opt_state)
-        self._state, info = step(self._state)
-        self._buffers.merge(new_buffers)
-        if self._groups is not None:
-            self._groups.stepped()
-        self.grad_norm = float(info.grad_norm)
-        self._show()
-        self._begin()
-        return info
-
     @property
     def training(self) -> bool:
         """Whether the module is in train mode."""
@@ -468,13 +460,6 @@ class Engine(Passes):
                 "zf.optim; read engine.state.opt_state"
             )
         return self._groups
-
-
-def _trained_in(path: str | Path, step: int | None) -> tuple[str, list[str]]:
-    """Return the path of a checkpoint, and the leaves that its run has trained."""
-    chosen = checkpoint.step_path(path, step)
-    keys = [entry.key.partition(".") for entry in checkpoint.read_manifest(chosen).leaves]
-    return str(chosen), [name for part, _, name in keys if part == "params"]
 
 
 def _no_loss(params: Any, batch: Any) -> Any:

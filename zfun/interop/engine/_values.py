@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parameter import (
     UninitializedTensorMixin,  # pyrefly: ignore[missing-module-attribute]
 )
 
-from zfun import stores, tree
+from zfun import checkpoint, stores, tree
 from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
@@ -244,3 +245,10 @@ def is_flat(value: Any) -> TypeGuard[Flat]:
 def parts_of(state: Any) -> tuple[list[str], list[Any]]:
     """Return the paths and the parts of an optimizer's state, with each ``Flat`` as one part."""
     return tree.paths(state, is_leaf=is_flat), tree.flatten(state, is_leaf=is_flat)[0]
+
+
+def trained_in(path: str | Path, step: int | None) -> tuple[str, list[str]]:
+    """Return the path of a checkpoint, and the leaves that its run has trained."""
+    chosen = checkpoint.step_path(path, step)
+    keys = [entry.key.partition(".") for entry in checkpoint.read_manifest(chosen).leaves]
+    return str(chosen), [name for part, _, name in keys if part == "params"]
