@@ -1021,6 +1021,7 @@ case(
     lambda g: {"optimizers": {"x": zf.optim.sgd(0.1)}, "label": lambda path, leaf: "x"},
     stepped,
 )
+case("optim.ema", lambda g: {"decay": 0.5, "optimizer": zf.optim.sgd(0.1)}, stepped)
 case("optim.with_master", lambda g: {"optimizer": zf.optim.sgd(0.1)}, stepped)
 case(
     "optim.inject_hyperparams",
@@ -1220,6 +1221,12 @@ case(
     "evaluation.evaluate",
     lambda g: {"fn": loss, "group": g},
     lambda g, forward: forward(zf.zero(3, loss, zf.optim.sgd(0.1), g).init(params()), BATCH),
+    2,
+)
+case(
+    "evaluation.averaged",
+    lambda g: {"state": zf.zero(2, loss, zf.optim.ema(0.5, zf.optim.sgd(0.1)), g).init(params())},
+    lambda g, state: state.step,
     2,
 )
 case(

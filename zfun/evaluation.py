@@ -11,14 +11,16 @@ import torch
 
 from zfun import stores, tree
 from zfun.collectives import Group, gather_values
-from zfun.flat import Flat, unravel
+from zfun.errors import OptionError
+from zfun.flat import Flat, flats, unravel
 from zfun.modules import Functional
+from zfun.optim import EmaState, MasterState, masters_of
 from zfun.options import instance, takes
 from zfun.placement import S
 from zfun.recipes import ZeroState, check_is_state
-from zfun.transforms import ScheduleOptions, ShardedLoss, shard_params
+from zfun.transforms import ScheduleOptions, ShardedLoss, redistribute, shard_params
 
-__all__ = ["Evaluation", "bound", "evaluate"]
+__all__ = ["Evaluation", "averaged", "bound", "evaluate"]
 
 _Out = TypeVar("_Out")
 _SCHEDULE = instance(ScheduleOptions, "a zf.ScheduleOptions", "zf.ScheduleOptions(prefetch=2)")
@@ -207,6 +209,63 @@ def bound(
 
         model.forward = forward
         yield model
+
+
+def averaged(state: ZeroState) -> ZeroState:
+    """Put the average of :func:`zfun.optim.ema` in the place of the parameters.
+
+    The values have the dtypes of the parameters. At stages 1 and 2 each rank has a part of the
+    average, so every rank must call; at stages 0 and 3 nothing is sent. At stage 3 the result may
+    share its memory with ``state``, so use it before the next step.
+
+    Args:
+        state: of a run whose optimizer is ``ema(decay, ...)``.
+
+    Returns:
+        The same state with averaged parameters and master weights, for :func:`evaluate`,
+        ``zero.params()`` and :func:`zfun.save`. Training goes on from ``state`` itself.
+
+    Raises:
+        OptionError: the optimizer keeps no average, or one of some leaves only.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     loss = lambda params, batch: (params["w"] * batch).sum()
+        ...     zero = zf.zero(3, loss, zf.optim.ema(0.5, zf.optim.sgd(1.0)), group)
+        ...     state, _ = zero.step(zero.init({"w": torch.zeros(2)}), torch.tensor(-8.0))
+        ...     return zero.params(averaged(state))
+        >>> zf.simulate(2, main)[0]
+        {'w': tensor([4., 4.])}
+    """
+    check_is_state(state)
+    params = state.params
+    found = [flat for node in _averages(state.opt_state) for flat in flats(node.average)]
+    if len(found) != 1 or len(found[0].buffers) != len(params.buffers):
+        raise OptionError(
+            "averaged() takes the state of one optimizer that averages all parameters; got "
+            f"{len(found) or 'no'} averages; make the optimizer of zf.zero with "
+            "zf.optim.ema(decay, optimizer), outside of by_label() and chain()"
+        )
+    average = stores.resident(found[0])
+    rounded = average.with_buffers(
+        buffer.to(bucket.dtype)
+        for buffer, bucket in zip(average.buffers, average.layout.buckets, strict=True)
+    )
+    if rounded.placement is not params.placement:
+        rounded = redistribute(rounded, params.placement, params.group, name="average")
+    opt_state = state.opt_state
+    if isinstance(opt_state, MasterState) and isinstance(opt_state.master, Flat):
+        # The exact value of a parameter is its master weight, which checkpoints export.
+        dtype = opt_state.master.buffers[0].dtype
+        opt_state = opt_state._replace(master=masters_of(average, average, dtype))
+    return state._replace(params=rounded, opt_state=opt_state)
+
+
+def _averages(opt_state: tree.Tree) -> list[EmaState]:
+    """Return the states of ema() in the state of an optimizer."""
+    nodes = tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
+    return [node for node in nodes if isinstance(node, EmaState)]
 
 
 def _whole(flat: Flat | None, *, copy: bool) -> tree.Tree:

@@ -102,6 +102,7 @@ class Accelerator(accelerate.Accelerator):
             options["precision"] = Precision(loss_scale=optim.dynamic_loss_scale())
         self.scaler: Any = None
         self.clips_by_default: float | None = UNBOUNDED
+        self.ema_decay: float | optim.Schedule | None = None
         self._zero_options = options
         self._ranks: Group | None = options.pop("group", None)
         self._waiting: list[nn.Module] = []
@@ -187,6 +188,7 @@ class Accelerator(accelerate.Accelerator):
         groups = ParamGroups(
             optimizer.optimizer, {**params, **extra}, extra=extra, norm_of_all=True
         )
+        groups.ema_decay = self.ema_decay
         engine = Engine(
             model,
             groups,

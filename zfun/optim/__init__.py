@@ -22,7 +22,6 @@ from zfun.optim._hyperparams import (
 from zfun.optim._labels import by_label
 from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
-from zfun.optim._master import MasterState, with_master
 from zfun.optim._missed import MissedSteps
 from zfun.optim._missed import passed_on as passed_on
 from zfun.optim._onebit import OneBitState, onebit_adam
@@ -61,11 +60,14 @@ from zfun.optim._transforms import (
     scale_by_schedule,
     trace,
 )
+from zfun.optim.copies import EmaState, MasterState, ema, with_master
+from zfun.optim.copies import masters_of as masters_of
 from zfun.optim.of_torch import TorchState, from_torch
 
 __all__ = [
     "AdagradState",
     "AdamState",
+    "EmaState",
     "HyperparamsState",
     "InitFn",
     "Kernel",
@@ -95,6 +97,7 @@ __all__ = [
     "constant",
     "dynamic_loss_scale",
     "elementwise",
+    "ema",
     "from_torch",
     "hyperparams",
     "inject_hyperparams",

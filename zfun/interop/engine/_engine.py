@@ -397,7 +397,7 @@ class Engine(Passes):
             )
         if not (self._is_boundary if boundary is None else boundary):
             return None
-        self._check_here("a step", "parameters", "the optimizer's state")
+        self._check_step()
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
@@ -410,9 +410,17 @@ class Engine(Passes):
             batch: for that loss, such as one of :func:`zfun.pipeline`.
         """
         self.prepare()
-        self._check_here("a step", "parameters", "the optimizer's state")
+        self._check_step()
         step = lambda state: self.recipe.step(state, batch)
         return self._stepped(step, self._buffers.changed())
+
+    def _check_step(self) -> None:
+        self._check_here("a step", "parameters", "the optimizer's state")
+        if self._is_averaged:
+            raise OptionError(
+                "a step takes the parameters; got one inside of engine.averaged(), where the "
+                "module has their average; step after the context"
+            )
 
     @property
     def training(self) -> bool:

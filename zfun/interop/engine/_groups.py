@@ -55,6 +55,8 @@ class ParamGroups:
         self._first: dict[str, dict[str, Any]] = {}
         # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
+        # Of an average of the parameters, if there is one.
+        self.ema_decay: float | optim.Schedule | None = None
         self.refresh()
         if not set(self.labels.values()) - {_NO_GROUP}:
             raise OptionError(
@@ -141,12 +143,12 @@ class ParamGroups:
         if max_norm is not None:
             clip = optim.inject_hyperparams(optim.clip_by_global_norm)(max_norm)
             rule = optim.chain(clip, rule)
-        if not rest:
-            return rule
-        return optim.by_label(
-            {"model": rule, "extra": of_labels(rest)},
-            lambda path, leaf: "extra" if path in self.extra else "model",
-        )
+        if rest:
+            rule = optim.by_label(
+                {"model": rule, "extra": of_labels(rest)},
+                lambda path, leaf: "extra" if path in self.extra else "model",
+            )
+        return rule if self.ema_decay is None else optim.ema(self.ema_decay, rule)
 
     def set_in(self, state: Any, max_norm: float | None = None) -> Any:
         """Return a state of the optimizer with the numbers that the groups have now."""

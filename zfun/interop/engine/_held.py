@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from zfun import checkpoint, optim, stores, tree
 from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import OptionError
+from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_values
 from zfun.interop.engine._live import LiveModule
-from zfun.interop.engine._values import EngineBuffers, leaves_of, whole_values
+from zfun.interop.engine._values import (
+    EngineBuffers,
+    leaves_of,
+    whole_values,
+    without_average,
+)
 from zfun.placement import S
 from zfun.recipes import ZeroState
 
@@ -39,6 +45,7 @@ class HeldModule:
     _group: Group
     _is_sharded: bool
     _is_bound = False
+    _is_averaged = False
     # The parts of the state that are in host memory for a while.
     _away: frozenset[str] = frozenset()
 
@@ -52,6 +59,34 @@ class HeldModule:
         self._buffers.take(state.buffers)
         self._state = state._replace(buffers=None)
         self._show()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Give the module the average of its parameters in a context, if the state has one.
+
+        All ranks call. A step waits until the context has ended.
+
+        Returns:
+            A context whose value is the module.
+        """
+        before = self._state
+        if self._is_averaged or not self._take_average():
+            yield self.module
+            return
+        self._is_averaged = True
+        try:
+            yield self.module
+        finally:
+            self._state, self._is_averaged = before, False
+            self._show()
+
+    def _take_average(self) -> bool:
+        """Let the average be the parameters; return whether the state has one."""
+        if without_average(self._state.opt_state)[1] is None:
+            return False
+        self._state = averaged(self._state)
+        self._show()
+        return True
 
     def _show(self) -> None:
         """Let the module's parameters be the values of the state, below stage 3 and in bound()."""

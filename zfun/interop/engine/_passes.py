@@ -340,17 +340,24 @@ class Passes(HeldModule):
 
     # Values that end the calls of a step.
 
-    def close(self) -> None:
+    def close(self, *, average: bool = False) -> None:
         """Let the module be a plain one with whole values; every rank must call.
 
         Values have the dtypes that the module had, from master weights where there are some.
+
+        Args:
+            average: whether they are those of the average, if the state has one.
         """
         self._live.check_unwritten()
+        before = self._state
+        if average:
+            self._take_average()
         if self._is_sharded or self._dtypes != leaves_of(self._state):
             values = whole_values(self._state, frozenset(self._params), masters=True)
             self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
         self._begin()
         self._live.release()
+        self._state = before
 
     def hand_over(self) -> dict[str, Deferred]:
         """Let another engine take the module; every rank must call.

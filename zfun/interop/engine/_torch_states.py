@@ -13,7 +13,7 @@ from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.interop._named import named, write_leaves
 from zfun.interop.engine._groups import ParamGroups
-from zfun.interop.engine._values import is_flat, parts_of
+from zfun.interop.engine._values import is_flat, parts_of, without_average
 from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
 from zfun.transforms import unshard
@@ -33,7 +33,7 @@ def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[st
 
     If ``whole``, also of the other leaves, and counts that torch does not keep.
     """
-    parts = dict(zip(*parts_of(state.opt_state), strict=True))
+    parts = dict(zip(*parts_of(without_average(state.opt_state)[0]), strict=True))
     numbers: dict[str, dict[str, Tensor]] = {}
     for path, part in parts.items():
         owner, field = _owner(path)
@@ -68,7 +68,7 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
     """
     positions, entries = groups.positions(), torch_numbers(state, whole=whole)
     stepped = set(entries)
-    for path, part in zip(*parts_of(state.opt_state), strict=True):
+    for path, part in zip(*parts_of(without_average(state.opt_state)[0]), strict=True):
         field = _owner(path)[1]
         if is_flat(part) and (whole or field != _MASTER):
             for leaf, value in named(unshard(part)).items():
@@ -98,6 +98,12 @@ def with_torch_state(
 
     The old state is not to be used again. If ``whole``, every leaf must be there.
     """
+    if without_average(state.opt_state)[1] is not None:
+        raise CheckpointError(
+            "an average of parameters lies in zfun's checkpoints alone; got the state of an "
+            "optimizer of torch in a run with an average; resume from the checkpoint's directory, "
+            "or leave the average out"
+        )
     optimizer, entries = groups.torch_optimizer, given.get("state", {})
     numbers = {
         "state": dict[int, Any](),

@@ -19,7 +19,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.layout import layout_of
-from zfun.optim import MissedSteps
+from zfun.optim import EmaState, MasterState, MissedSteps
 from zfun.placement import Cut, Held
 from zfun.recipes import ZeroState
 from zfun.reductions import merge_buffers
@@ -203,11 +203,13 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
     Moments and master weights of leaves that both train are those of the old state, and counts of
     optimizers that both have. Every rank must call.
     """
-    old_parts = dict(zip(*parts_of(old.opt_state), strict=True))
+    old_opt_state, old_ema = without_average(old.opt_state)
+    opt_state, ema = without_average(new.opt_state)
+    old_parts = dict(zip(*parts_of(old_opt_state), strict=True))
     trained = set(old.params.layout.paths)
     missed = dict(old.missed.counts)
     moved: list[Any] = []
-    for path, part in zip(*parts_of(new.opt_state), strict=True):
+    for path, part in zip(*parts_of(opt_state), strict=True):
         if isinstance(part, Flat):
             count = old_parts.get(f"{path.rpartition('.')[0].removesuffix('.trees')}.count")
             for leaf in part.layout.paths:
@@ -218,9 +220,14 @@ def carried(old: ZeroState, new: ZeroState) -> ZeroState:
         elif isinstance(part, Tensor) and isinstance(old_parts.get(path), Tensor):
             part = old_parts[path].clone()
         moved.append(part)
-    state = tree.unflatten(tree.structure(new.opt_state, is_leaf=is_flat), moved)
+    state = tree.unflatten(tree.structure(opt_state, is_leaf=is_flat), moved)
+    if ema is not None and old_ema is not None:
+        average = ema.average
+        for leaf in old_ema.average.layout.paths:
+            average = _with_leaf(average, leaf, "average", {"average": old_ema.average})
+        ema = EmaState(average, old_ema.count.clone(), None)
     return new._replace(
-        opt_state=state,
+        opt_state=with_average(state, ema),
         step=old.step,
         num_skipped=old.num_skipped,
         loss_scale=old.loss_scale,
@@ -235,6 +242,25 @@ def _with_leaf(part: Flat, leaf: str, field: str, old_parts: Mapping[str, Any]) 
         if isinstance(old, Flat) and path.rpartition(".")[2] == field and leaf in old.layout.paths:
             return write_leaves(part, named(unshard(old, lambda name, _: name == leaf)))
     return part
+
+
+def without_average(opt_state: Any) -> tuple[Any, EmaState | None]:
+    """Divide an optimizer's state into that of the parameters' steps, and their average if any."""
+    if isinstance(opt_state, EmaState):
+        return opt_state.inner, opt_state._replace(inner=None)
+    if isinstance(opt_state, MasterState) and isinstance(opt_state.inner, EmaState):
+        inner, ema = without_average(opt_state.inner)
+        return opt_state._replace(inner=inner), ema
+    return opt_state, None
+
+
+def with_average(opt_state: Any, ema: EmaState | None) -> Any:
+    """Return the state that :func:`without_average` has divided."""
+    if ema is None:
+        return opt_state
+    if isinstance(opt_state, MasterState):
+        return opt_state._replace(inner=ema._replace(inner=opt_state.inner))
+    return ema._replace(inner=opt_state)
 
 
 def is_flat(value: Any) -> TypeGuard[Flat]:

@@ -11,6 +11,7 @@ that the strategy of the Trainer saves.
 ``_options``     the arguments of ``DeepSpeedStrategy`` as options of ``zf.zero``
 ``_precision``   the dtypes
 ``_runs``        forward, backward and steps, on engines
+``_averaging``   an average of the parameters
 ``_checkpoint``  directories of ``zf.save``, and one file of them
 ===============  ==========================================================================
 """
@@ -18,12 +19,13 @@ that the strategy of the Trainer saves.
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from zfun.interop.lightning._averaging import EmaAveraging
 from zfun.interop.lightning._checkpoint import collate, read_directories
 from zfun.interop.lightning._fabric import ZfunFabricStrategy
 from zfun.interop.lightning._precision import ZfunPrecision
 from zfun.interop.lightning._strategy import ZfunStrategy
 
-__all__ = ["ZfunFabricStrategy", "ZfunPrecision", "ZfunStrategy", "collate"]
+__all__ = ["EmaAveraging", "ZfunFabricStrategy", "ZfunPrecision", "ZfunStrategy", "collate"]
 
 ZfunStrategy.register_strategies(StrategyRegistry)
 ZfunFabricStrategy.register_strategies(STRATEGY_REGISTRY)

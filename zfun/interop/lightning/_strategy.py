@@ -29,6 +29,7 @@ from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
+from zfun.interop.lightning._averaging import EmaAveraging
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._precision import ZfunPrecision
 from zfun.interop.lightning._runs import (
@@ -149,6 +150,9 @@ class ZfunStrategy(DDPStrategy):
             clip_norm=trainer.gradient_clip_val,
         )
         self._groups = self._make_groups(trainer, module) if is_fit else []
+        decays = [x.decay for x in getattr(trainer, "callbacks", []) if isinstance(x, EmaAveraging)]
+        for group in self._groups if decays else ():
+            group.ema_decay = decays[0]
         self.setup_precision_plugin()
         seed = self.broadcast(torch.initial_seed())
         values = {**values_of(module, self.root_device, seed), **self._values}
@@ -196,7 +200,7 @@ class ZfunStrategy(DDPStrategy):
         engines = self._running().engines if self._is_live else ()
         self._is_live = False
         for engine in engines:
-            engine.close()
+            engine.close(average=True)
 
     def teardown(self) -> None:
         """End the run; the state stays for ``Trainer.save_checkpoint``."""
@@ -264,6 +268,18 @@ class ZfunStrategy(DDPStrategy):
         with contextlib.ExitStack() as stack:
             for engine in self._running().engines if self._is_live else ():
                 stack.enter_context(engine.bound())
+            yield self._own_module()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[LightningModule]:
+        """Give the module the average of its parameters in a context. All ranks call.
+
+        Returns:
+            A context whose value is the module.
+        """
+        with contextlib.ExitStack() as stack:
+            for engine in self._running().engines if self._is_live else ():
+                stack.enter_context(engine.averaged())
             yield self._own_module()
 
     # Checkpoints.

@@ -16,9 +16,10 @@ from zfun.interop.transformers._arguments import TrainingArguments
 from zfun.interop.transformers._plans import tp_plan
 from zfun.interop.transformers._sequence import sequence_parallel
 from zfun.interop.transformers._stages import Stages, pipeline_stages
-from zfun.interop.transformers._trainer import Seq2SeqTrainer, Trainer
+from zfun.interop.transformers._trainer import EmaCallback, Seq2SeqTrainer, Trainer
 
 __all__ = [
+    "EmaCallback",
     "Seq2SeqTrainer",
     "Stages",
     "Trainer",

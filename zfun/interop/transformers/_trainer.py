@@ -18,8 +18,29 @@ from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
 from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
+from zfun.optim import Schedule
+from zfun.options import DECAY, takes
 
 _FOLDER = "zfun"
+
+
+@takes(decay=DECAY)
+class EmaCallback(transformers.TrainerCallback):
+    """Let a :class:`Trainer` keep an average of the parameters; see :func:`zfun.optim.ema`.
+
+    Evaluation, prediction, ``generate`` and ``save_model`` use the average. Training, and what
+    resumes from a checkpoint, use the parameters, and the checkpoint has both.
+
+    Args:
+        decay: as for :func:`zfun.optim.ema`.
+
+    Example:
+        >>> EmaCallback(0.999).decay
+        0.999
+    """
+
+    def __init__(self, decay: float | Schedule) -> None:
+        self.decay = decay
 
 
 class Trainer(transformers.Trainer):
@@ -105,6 +126,8 @@ class Trainer(transformers.Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer of the configuration, or else that of the arguments."""
+        decays = [x.decay for x in self.callback_handler.callbacks if isinstance(x, EmaCallback)]
+        self.accelerator.ema_decay = decays[0] if decays else None
         if self.optimizer is None and self._recipe is not None and self._recipe.rule is not None:
             trained = [param for param in self.model.parameters() if param.requires_grad]
             self.optimizer = ConfiguredOptimizer(trained, self._recipe.rule)
@@ -141,7 +164,7 @@ class Trainer(transformers.Trainer):
         engine = self.engine
         if engine is None:
             return super().evaluation_loop(*args, **kwargs)
-        with engine.uneven() as model:
+        with engine.averaged(), engine.uneven() as model:
             # bf16_full_eval computes under autocast, and casts no parameters.
             model.__dict__["to"] = lambda *args, **kwargs: model
             try:
@@ -173,7 +196,8 @@ class Trainer(transformers.Trainer):
         try:
             with self.compute_loss_context_manager():
                 if engine is not None:
-                    return engine.generate(*args, **kwargs)
+                    with engine.averaged():
+                        return engine.generate(*args, **kwargs)
                 with torch.no_grad():
                     return self.model.generate(*args, **kwargs)
         finally:
@@ -199,7 +223,9 @@ class Trainer(transformers.Trainer):
             super().save_model(output_dir, _internal_call)
             return
         output_dir = self.args.output_dir if output_dir is None else output_dir
-        self._save(output_dir, state_dict=engine.state_dict(keep=self.args.should_save))
+        with engine.averaged():
+            values = engine.state_dict(keep=self.args.should_save)
+        self._save(output_dir, state_dict=values)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -93,7 +93,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
     def init(params: Tree) -> MasterState:
         check_trainable(params)
         # A copy, because the values may be views that would keep larger buffers alive.
-        master = tree.map(Tensor.clone, _masters_of(params, params, dtype))
+        master = tree.map(Tensor.clone, masters_of(params, params, dtype))
         return MasterState(master, inner.init(_widened(params, master, dtype)))
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, MasterState]:
@@ -109,7 +109,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
             for p, new, change in aligned(params, masters=wide, updates=updates)
         ]
         return tree.unflatten(tree.structure(params), changes), MasterState(
-            _masters_of(wide, params, dtype), after
+            masters_of(wide, params, dtype), after
         )
 
     def apply(
@@ -126,7 +126,7 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
             for p, new in rows
         ]
         return tree.unflatten(tree.structure(params), rounded), MasterState(
-            _masters_of(wide, params, dtype), after
+            masters_of(wide, params, dtype), after
         )
 
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
@@ -175,7 +175,7 @@ def _rounded(wide: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
     return wide.to(dtype) if into is None else into.copy_(wide)
 
 
-def _masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
+def masters_of(values: Tree, params: Tree, dtype: torch.dtype) -> Tree:
     """Return the leaves of ``values`` whose parameters are narrow, in the wide dtype."""
 
     def one(value: Any, param: Any) -> Any:
