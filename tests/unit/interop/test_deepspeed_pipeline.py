@@ -16,14 +16,17 @@ import zfun as zf
 import zfun.interop.deepspeed as deepspeed
 from tests.conftest import FORM
 from zfun.errors import OptionError
-from zfun.interop.deepspeed.runtime.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zfun.interop.deepspeed.runtime.pipe.module import PipelineError, balanced
-from zfun.interop.deepspeed.runtime.pipe.topology import (
+from zfun.interop.deepspeed.pipe import (
+    LayerSpec,
     PipeDataParallelTopology,
+    PipelineError,
+    PipelineModule,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
+    TiedLayerSpec,
 )
+from zfun.interop.deepspeed.pipe._module import balanced
 from zfun.interop.deepspeed.utils import set_random_seed
 
 VOCABULARY, WIDTH, ROWS, MICRO, STEPS = 7, 4, 3, 4, 2

@@ -22,12 +22,13 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``accelerator``      the device of this process
 ``comm``             ``torch.distributed``
 ``ops``              optimizers
-``runtime``          ``zero``, ``pipe``, ``config``, ``checkpointing``, schedules, loaders
+``pipe``             ``PipelineModule``: layers on stages, topologies
+``runtime``          ``zero``, ``config``, ``checkpointing``, schedules, loaders
 ``utils``            logs, groups, single parameters, fp32 weights of a checkpoint
 ===================  ==============================================================================
 """
 
-from zfun.interop.deepspeed import accelerator, comm, launcher, ops, runtime, utils
+from zfun.interop.deepspeed import accelerator, comm, launcher, ops, pipe, runtime, utils
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._finder import VERSION, add_finder, install
@@ -35,6 +36,7 @@ from zfun.interop.deepspeed._initialize import add_config_arguments, initialize
 from zfun.interop.deepspeed._pipeline import PipelineEngine
 from zfun.interop.deepspeed._ranks import init_distributed
 from zfun.interop.deepspeed.accelerator import get_accelerator
+from zfun.interop.deepspeed.pipe import PipelineModule
 from zfun.interop.deepspeed.runtime import (
     DeepSpeedDataLoader,
     checkpointing,
@@ -43,7 +45,6 @@ from zfun.interop.deepspeed.runtime import (
     zero,
 )
 from zfun.interop.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from zfun.interop.deepspeed.runtime.pipe import PipelineModule
 from zfun.interop.deepspeed.utils import OnDevice, log_dist, logger
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "logger",
     "lr_schedules",
     "ops",
+    "pipe",
     "runtime",
     "utils",
     "zero",

@@ -60,7 +60,7 @@ _NAMES: Mapping[str, str] = {
         "runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam "
         "runtime.zero.muon runtime.zero.muon.muon_optimizer runtime.zero.muon.original_muon"
     ),
-    "runtime.pipe": "pipe",
+    "pipe": "runtime.pipe runtime.pipe.module runtime.pipe.topology",
     "runtime.zero": (
         "runtime.zero.offload_states runtime.zero.stage1 runtime.zero.stage2 runtime.zero.stage3 "
         "runtime.zero.stage_1_and_2 zero"

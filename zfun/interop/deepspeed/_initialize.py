@@ -15,8 +15,8 @@ from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._pipeline import PipelineEngine
 from zfun.interop.deepspeed._ranks import data_ranks, group_of, init_from_launcher, local_device
 from zfun.interop.deepspeed._settings import Given, config_of, settings_of
+from zfun.interop.deepspeed.pipe import PipelineModule
 from zfun.interop.deepspeed.runtime import RepeatingLoader
-from zfun.interop.deepspeed.runtime.pipe import PipelineModule
 from zfun.interop.deepspeed.runtime.zero._owners import taken
 from zfun.interop.ds_config import AutoValues
 from zfun.options import ANY, FUNCTION, PATH, instance, takes

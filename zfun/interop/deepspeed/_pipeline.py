@@ -14,7 +14,7 @@ from zfun.collectives import all_reduce, broadcast, gather_json
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._settings import Settings
-from zfun.interop.deepspeed.runtime.pipe.module import PipelineError, PipelineModule
+from zfun.interop.deepspeed.pipe import PipelineError, PipelineModule
 from zfun.interop.engine._live import live_of
 from zfun.parallel import pipeline
 

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.module``: layers, and which of them this rank has."""
+"""Layers, and which of them this rank has."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from zfun.collectives import Group, broadcast
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of
-from zfun.interop.deepspeed.runtime import checkpointing
-from zfun.interop.deepspeed.runtime.pipe.topology import (
+from zfun.interop.deepspeed.pipe._topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     ProcessTopology,
 )
+from zfun.interop.deepspeed.runtime import checkpointing
 from zfun.interop.deepspeed.runtime.zero._owners import is_partitioned
 from zfun.interop.deepspeed.utils import set_random_seed
 
@@ -361,6 +360,3 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[int]:
                     longer[stop] = most, least, [*cuts, stop]
         best = longer
     return best[len(weights)][2]
-
-
-__getattr__ = absent("runtime.pipe.module", globals())

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.topology``: the places of ranks along the axes of a pipeline."""
+"""The places of ranks along the axes of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from zfun.collectives import Group, mesh
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._absent import absent
 
 
 class ProcessTopology:
@@ -104,7 +103,7 @@ class PipeDataParallelTopology(ProcessTopology):
 class PipeModelDataParallelTopology(ProcessTopology):
     """Stages over data parallel ranks, each of neighbouring model parallel ranks.
 
-    :class:`~zfun.interop.deepspeed.runtime.pipe.PipelineModule` takes one model parallel rank only.
+    :class:`~zfun.interop.deepspeed.pipe.PipelineModule` takes one model parallel rank only.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
@@ -179,6 +178,3 @@ class PipelineParallelGrid:
     get_model_parallel_world_size = get_slice_parallel_world_size = lambda self: 1
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-
-__getattr__ = absent("runtime.pipe.topology", globals())
