@@ -13,6 +13,7 @@
 #   make gpu       tests, kernels, steps and waits on one GPU in at most 8 minutes, and a page of results; on a box with Python and
 #                  a driver it makes an environment of its own first. If PYTHON or .venv has all that is needed, nothing is
 #                  installed
+#   make release   build the wheel and the sdist, check them, and tag the version; uploads nothing
 #   make clean     remove the environments and what was built
 #
 # Variables, each with a default:
@@ -57,7 +58,7 @@ pytest = $(if $(PYTEST_FLAGS),$(BIN)/python -m pytest $(1),\
 	$(BIN)/python -m pytest -m processes $(1) tests && exit $$first)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format figures docs bench bench-deepspeed bench-facade gpu clean
+.PHONY: help demo test test-all lint format figures docs bench bench-deepspeed bench-facade gpu release clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -81,6 +82,7 @@ lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyrefly check
 	$(BIN)/mypy examples
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
@@ -120,6 +122,14 @@ $(GPU_VENV)/.gpu: pyproject.toml
 	$(GPU_PIP) install --quiet --editable . --group gpu
 	@touch $@
 
+# The tag waits for packages that are right and for a checkout without changes.
+release: $(VENV)/.release
+	git diff --quiet HEAD
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	git tag "v$$($(BIN)/python -c 'import zfun; print(zfun.__version__)')"
+
 clean:
 	rm -rf $(VENV) $(DEEPSPEED_VENV) $(GPU_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks hf-trainer zfun-demo zfun-io
 
@@ -132,7 +142,7 @@ $(VENV)/.base: pyproject.toml
 	$(PIP) install --editable ".[demo]"
 	@touch $@
 
-$(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
+$(VENV)/.test $(VENV)/.docs $(VENV)/.lint $(VENV)/.release: $(VENV)/.%: $(VENV)/.base
 	$(PIP) install --group $*
 	@touch $@
 

@@ -27,12 +27,13 @@ from zfun.reductions import mean_metrics
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH_SIZE, LENGTH = 32, 32  # sequences of all ranks together, characters of each
 PROMPTS = ("    def ", "        if ", "import ", "return ")
-SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES: Any = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)  # the same first values on every rank
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)).to(DEVICE)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2))
+    return model.to(DEVICE)
 
 
 def encode(text: str) -> Tensor:

@@ -28,14 +28,15 @@ import zfun as zf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH_SIZE, LENGTH = 32, 64  # lines of all ranks together, tokens of a line at most
-SIZES = {"vocab_size": 128, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-OPTIONS = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-DROPOUT = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+SIZES: Any = {"vocab_size": 128, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
+OPTIONS: Any = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+DROPOUT: Any = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
 
 
 def make_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)  # the same first values on every rank
-    model = GPT2LMHeadModel(GPT2Config(**SIZES, **OPTIONS, **DROPOUT)).to(DEVICE)
+    model: Any = GPT2LMHeadModel(GPT2Config(**SIZES, **OPTIONS, **DROPOUT))
+    model.to(DEVICE)
     model.activation_checkpointing_enable()  # backward computes the activations again
     return model
 

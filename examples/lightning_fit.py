@@ -26,9 +26,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zfun.interop.lightning import collate  # also registers the strategies
 
 LENGTH, BATCH_SIZE = 32, 4  # tokens of a line, lines of a micro-batch of a rank
-SIZES = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-OPTIONS = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-DROPOUT = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+SIZES: Any = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
+OPTIONS: Any = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+DROPOUT: Any = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
 
 
 class Model(L.LightningModule):

@@ -24,7 +24,7 @@ import zfun as zf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH_SIZE, STEPS = 8, 30  # sequences of all ranks together
-SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES: Any = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
 class LoRA(nn.Module):
@@ -42,7 +42,8 @@ class LoRA(nn.Module):
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)  # the same first values on every rank
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2))  # or .from_pretrained()
+    config = LlamaConfig(**SIZES, num_attention_heads=2)
+    model: Any = LlamaForCausalLM(config)  # or .from_pretrained()
     for layer in model.model.layers:
         layer.mlp.up_proj, layer.mlp.down_proj = LoRA(layer.mlp.up_proj), LoRA(layer.mlp.down_proj)
     return model.to(DEVICE)

@@ -29,11 +29,13 @@ BATCH_SIZE, EPOCHS = 16, 3  # images of all ranks together
 
 def make_model() -> ViTForImageClassification:
     torch.manual_seed(0)  # the same first values on every rank
+    labels: Any = {"num_labels": 4}
     config = ViTConfig(
-        image_size=16, patch_size=4, num_channels=1, num_labels=4, qkv_bias=False,
+        image_size=16, patch_size=4, num_channels=1, **labels, qkv_bias=False,
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     )  # fmt: skip
-    return ViTForImageClassification(config).to(DEVICE)
+    model: Any = ViTForImageClassification(config)
+    return model.to(DEVICE)
 
 
 def make_data(rank: int, size: int) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 import zfun as zf
-from zfun.evaluation import evaluate
+from zfun.evaluation import averaged, evaluate
 
 torch.set_num_threads(1)
 figures.plt.rcParams["figure.dpi"] = 150
@@ -164,9 +164,9 @@ print(f"elements of the frozen matrix: {PRETRAINED.numel()}")
 # %% [markdown]
 # ## EMA: an average beside the state
 #
-# A state's parameters are a tree, so an exponential moving average (EMA) is one `zf.tree.map`. The
-# average is sharded as the parameters are, and nothing is sent. You pass it to `evaluate` in place
-# of the parameters. With a large learning rate the parameters jitter around the minimum, and the
+# `zf.optim.ema` keeps an exponential moving average (EMA) of the parameters beside any optimizer, and
+# `averaged(state)` puts it in their place. The average is sharded as the moments are, and nothing is
+# sent while you train. With a large learning rate the parameters jitter around the minimum, and the
 # average lies nearer to it.
 
 # %%
@@ -179,41 +179,37 @@ def regression(params, batch):
 
 
 def ema(group, stage, num_steps=200, decay=0.95):
-    zero = zf.zero(stage, regression, zf.optim.sgd(0.1), group)
+    zero = zf.zero(stage, regression, zf.optim.ema(decay, zf.optim.sgd(0.1)), group)
     run = evaluate(regression, group)
     state = zero.init({"w": torch.zeros(16, 1)})
-    # A copy, because the step reuses the buffers of the old state.
-    average = zf.tree.map(torch.clone, state.params)
     generator, found = torch.Generator().manual_seed(3), []
     held_out = torch.randn(256, 16, generator=generator)
     for _ in range(num_steps):
         x = torch.randn(16, 16, generator=generator)
         y = x @ TARGET + torch.randn(16, 1, generator=generator)
         state, _ = zero.step(state, (shares(x, group), shares(y, group)))
-        average = zf.tree.map(
-            lambda old, new: old.lerp(new, 1 - decay), average, state.params
-        )
         batch = held_out, held_out @ TARGET
-        of_average = run(state._replace(params=average), batch)
+        of_average = run(averaged(state), batch)
         found.append((run(state, batch).item(), of_average.item()))
     return found
 
 
 curves, alone = on_ranks_and_alone(ema)
 torch.testing.assert_close(torch.tensor(curves), torch.tensor(alone), rtol=0, atol=1e-4)
-last, averaged = (sum(column[-50:]) / 50 for column in zip(*curves, strict=True))
-assert averaged < last
+last, smooth = (sum(column[-50:]) / 50 for column in zip(*curves, strict=True))
+assert smooth < last
 print(
-    f"held-out error, mean of 50 steps: {last:.4f} of the parameters, {averaged:.4f} of the EMA"
+    f"held-out error, mean of 50 steps: {last:.4f} of the parameters, {smooth:.4f} of the EMA"
 )
 
 # %%
 _ = figures.losses(
     {
-        "the parameters": [min(p, 1.0) for p, _ in curves],
-        "the average": [min(a, 1.0) for _, a in curves],
+        "the parameters": [error for error, _ in curves],
+        "the average": [error for _, error in curves],
     },
     smooth=1,
+    log=True,
 )
 
 # %% [markdown]

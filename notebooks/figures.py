@@ -433,8 +433,10 @@ def efficiency(
     return figure
 
 
-def losses(curves: Mapping[str, Sequence[float]], smooth: int = 10) -> Figure:
-    """Draw the losses of runs, each the mean of the last ``smooth`` steps."""
+def losses(
+    curves: Mapping[str, Sequence[float]], smooth: int = 10, *, log: bool = False
+) -> Figure:
+    """Draw the losses of runs, each the mean of the last ``smooth`` steps; in a log scale."""
     figure, axes = plt.subplots(figsize=(8.6, 4.1))
     figure.subplots_adjust(left=0.08, right=0.7, top=0.88, bottom=0.13)
     colours = [
@@ -453,6 +455,8 @@ def losses(curves: Mapping[str, Sequence[float]], smooth: int = 10) -> Figure:
         ]
         axes.plot(means, color=colour, linewidth=2, label=name)
     axes.set_xlabel("step", color=INK)
+    if log:
+        axes.set_yscale("log")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     dress(axes, f"loss, mean of {smooth} steps" if smooth > 1 else "loss", "y")
     return figure

@@ -1,89 +1,59 @@
-"""zfun: functional sharding of training state for PyTorch."""
+"""zfun: functional sharding of training state for PyTorch.
 
-from zfun import checkpoint as checkpoint
-from zfun import collectives as collectives
-from zfun import compression as compression
-from zfun import errors as errors
-from zfun import optim, stores
-from zfun import parallel as parallel
-from zfun import planner as planner
-from zfun import policies as policies
-from zfun import sources as sources
-from zfun.checkpoint import load, save
-from zfun.collectives import Group, mesh, process_group, record, simulate, split
-from zfun.errors import ZfunError
-from zfun.flat import Flat
-from zfun.modules import functional
-from zfun.parallel import pipeline, tensor_parallel
-from zfun.placement import P, R, S
-from zfun.planner import plan
-from zfun.recipes import Precision, zero
-from zfun.transforms import (
-    ScheduleOptions,
-    accumulate,
-    apply,
-    cast,
-    data_parallel,
-    describe,
-    gather,
-    offload,
-    redistribute,
-    remat,
-    replicate,
-    shard,
-    shard_grads,
-    shard_optimizer,
-    shard_params,
-    unshard,
-    value_and_grad,
-    vjp,
-    weighted_mean,
-)
-from zfun.tree import combine, partition
+A name is imported at its first use, so that ``zfun --help`` does not wait for torch, and
+``zf.testing`` needs no import of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zfun._names import *  # noqa: F403
+
+    # isort: split
+    from zfun import checkpoint as checkpoint
+    from zfun import collectives as collectives
+    from zfun import compression as compression
+    from zfun import errors as errors
+    from zfun import evaluation as evaluation
+    from zfun import flat as flat
+    from zfun import interop as interop
+    from zfun import layout as layout
+    from zfun import modules as modules
+    from zfun import ops as ops
+    from zfun import optim as optim
+    from zfun import parallel as parallel
+    from zfun import placement as placement
+    from zfun import planner as planner
+    from zfun import policies as policies
+    from zfun import recipes as recipes
+    from zfun import reductions as reductions
+    from zfun import sources as sources
+    from zfun import stores as stores
+    from zfun import testing as testing
+    from zfun import transforms as transforms
+    from zfun import tree as tree
+    from zfun import typing as typing
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Flat",
-    "Group",
-    "P",
-    "Precision",
-    "R",
-    "S",
-    "ScheduleOptions",
-    "ZfunError",
-    "accumulate",
-    "apply",
-    "cast",
-    "combine",
-    "data_parallel",
-    "describe",
-    "functional",
-    "gather",
-    "load",
-    "mesh",
-    "offload",
-    "optim",
-    "partition",
-    "pipeline",
-    "plan",
-    "process_group",
-    "record",
-    "redistribute",
-    "remat",
-    "replicate",
-    "save",
-    "shard",
-    "shard_grads",
-    "shard_optimizer",
-    "shard_params",
-    "simulate",
-    "split",
-    "stores",
-    "tensor_parallel",
-    "unshard",
-    "value_and_grad",
-    "vjp",
-    "weighted_mean",
-    "zero",
-]
+_MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))  # noqa: F405
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    names = importlib.import_module(f"{__name__}._names")
+    if name not in (*names.__all__, "__all__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(names, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *__getattr__("__all__")})

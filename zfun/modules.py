@@ -226,11 +226,9 @@ _PLAIN = frozenset([bool, int, float, str, bytes, type(None), type, torch.dtype,
 
 
 class _Copies:
-    """Bound copies of modules that refer to each other as the originals do.
+    """Bound copies of modules, by identity, that refer to each other as the originals do.
 
-    Args:
-        modules: the originals, by identity.
-        tensors: the tensors in place of those with these identities.
+    ``tensors`` take the places of those with these identities.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], tensors: dict[int, Tensor]) -> None:

@@ -379,6 +379,14 @@ def test_a_leaf_that_is_no_tensor_does_not_fit_a_layout(dtypes: Any) -> None:
         assert caught.value.leaf == "b"
 
 
+def test_a_module_in_place_of_parameters_names_functional() -> None:
+    zero = zf.zero(3, lambda params, x: x.sum(), zf.optim.sgd(0.1), zf.process_group())
+    module = torch.nn.Linear(2, 2)
+    for params in (module, {"encoder": module}):
+        with pytest.raises(LeafError, match=r"is Linear; apply = zf\.functional\(module\)"):
+            zero.init(params)
+
+
 def test_ravel_takes_one_dtype_for_each_bucket() -> None:
     group = zf.collectives.single_group()
     params = {"w": torch.ones(2), "scale": torch.ones(1, dtype=torch.float64)}

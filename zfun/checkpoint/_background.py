@@ -14,7 +14,7 @@ from zfun.checkpoint._together import attempt, error_from, report_of
 from zfun.checkpoint.format._write import be_gentle, explaining
 from zfun.collectives import Group, barrier, gather_json, global_ranks, whole_group
 from zfun.errors import CheckpointError, ZfunError
-from zfun.options import GROUP, takes
+from zfun.options import takes
 
 _POLL_S, _LONGEST_NAP_S = 0.01, 0.2
 # How often a store is asked at most, because each question costs.
@@ -63,7 +63,7 @@ def settle(group: Group) -> None:
         saving.wait()
 
 
-@takes(group=GROUP)
+@takes()
 def check_saves(group: Group) -> None:
     """Raise the error of a save in the background that failed; do not wait.
 

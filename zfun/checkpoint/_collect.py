@@ -84,12 +84,6 @@ def collect(
 ) -> tuple[list[WriteSource], dict[str, Any]]:
     """Find what this rank writes.
 
-    Args:
-        contents: the contents.
-        shared: the values that are not the same on all ranks.
-        group: all ranks.
-        is_spread: whether ranks along a model axis hold other leaves.
-
     Returns:
         The sources, and a report for the manifest: this rank's own leaves and values, and from
         rank 0 what all ranks share. The widest elements come first, because safetensors aligns its

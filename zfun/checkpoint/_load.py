@@ -16,21 +16,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from zfun import ops, tree
 from zfun.checkpoint._background import settle
 from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
-from zfun.checkpoint._parts import (
-    Part,
-    group_of,
-    is_over_model_axes,
-    parts_of,
-    slots_of,
-    ties_of,
-)
+from zfun.checkpoint._parts import Part, group_of, is_over_model_axes, parts_of, slots_of, ties_of
 from zfun.checkpoint._random import set_random, use_loader
 from zfun.checkpoint._together import agree, attempt
 from zfun.checkpoint.format._manifest import Manifest
@@ -41,13 +34,15 @@ from zfun.errors import AliasChanged, CheckpointError
 from zfun.files import Files
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.objects import files_of
-from zfun.options import ANY, BOOL, FUNCTION, GROUP, PATH, instance, integer, takes
+from zfun.options import ANY, BOOL, FUNCTION, PATH, instance, integer, takes
+
+_State = TypeVar("_State")
 
 # How often a load looks again while a writer publishes and removes checkpoints.
 _ATTEMPTS = 20
 
 
-class Loaded(NamedTuple):
+class Loaded(NamedTuple, Generic[_State]):
     """The result of :func:`load`.
 
     Attributes:
@@ -59,7 +54,7 @@ class Loaded(NamedTuple):
         path: the directory of the checkpoint.
     """
 
-    state: Any
+    state: _State
     step: int
     data: Any
     loader: Any
@@ -68,19 +63,16 @@ class Loaded(NamedTuple):
 
 @ops.uncompiled
 @takes(
-    path=PATH,
     like=ANY,
+    path=PATH,
     step=integer(0) | None,
-    group=GROUP | None,
-    cast=BOOL,
     reset=FUNCTION | None,
-    loader=ANY,
     rng=instance(dict, "a dict of random generators", "{'augment': generator}") | BOOL | None,
     files=FILES,
 )
 def load(
     path: str | Path,
-    like: tree.Tree,
+    like: _State,
     *,
     step: int | None = None,
     group: Group | None = None,
@@ -89,7 +81,7 @@ def load(
     loader: Any = None,
     rng: Mapping[str, Any] | bool | None = None,
     files: Files | None = None,
-) -> Loaded:
+) -> Loaded[_State]:
     """Load a checkpoint into a state of any composition. All ranks call.
 
     Group size, stage, bucket size, mesh and store may differ from those of the save. So may the

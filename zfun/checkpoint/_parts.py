@@ -23,16 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import tree
+from zfun import collectives, tree
 from zfun.checkpoint.format._order import StoredCut, simplified
-from zfun.collectives import (
-    Group,
-    model_groups,
-    replica_group,
-    single_group,
-    sum_group,
-    whole_group,
-)
+from zfun.collectives import Group, model_groups, single_group, sum_group, whole_group
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
 from zfun.layout import LeafSlot
@@ -293,7 +286,7 @@ def owned_range(flat: Flat, bucket: int) -> tuple[int, int]:
     low, high = flat.span(bucket)
     holders = None
     if flat.placement is not P:
-        holders = (sum_group if flat.placement is R else replica_group)(flat.group)
+        holders = (sum_group if flat.placement is R else collectives.replica_group)(flat.group)
     return (low, high) if holders is None else share_of(low, high, holders)
 
 

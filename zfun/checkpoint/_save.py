@@ -18,14 +18,7 @@ from zfun.checkpoint._collect import (
     snapshot,
 )
 from zfun.checkpoint._directory import FILES
-from zfun.checkpoint._parts import (
-    Part,
-    group_of,
-    is_over_model_axes,
-    masters_of,
-    parts_of,
-    ties_of,
-)
+from zfun.checkpoint._parts import Part, group_of, is_over_model_axes, masters_of, parts_of, ties_of
 from zfun.checkpoint._publish import Job
 from zfun.checkpoint._random import loader_position, random_states
 from zfun.checkpoint._together import agree, attempt
@@ -37,19 +30,7 @@ from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.flat import Flat
 from zfun.objects import files_of
-from zfun.options import (
-    ANY,
-    BOOL,
-    FUNCTION,
-    GROUP,
-    PATH,
-    SECONDS,
-    Kind,
-    instance,
-    integer,
-    one_of,
-    takes,
-)
+from zfun.options import PATH, SECONDS, Kind, instance, integer, one_of, takes
 from zfun.stores import Stored
 
 _CHUNK = Kind(
@@ -67,15 +48,9 @@ def has_buffers(path: str) -> bool:
 @ops.uncompiled
 @takes(
     path=PATH,
-    state=ANY,
     step=integer(0, 10**18 - 1) | None,
-    group=GROUP | None,
     keep=integer(1) | None,
-    background=BOOL,
-    data=ANY,
-    loader=ANY,
     rng=instance(dict, "a dict of random generators", "{'augment': generator}") | None,
-    by_rank=FUNCTION | None,
     checksum=one_of("xxh64", "sha256"),
     chunk_bytes=_CHUNK,
     timeout_s=SECONDS,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 from zfun import __version__
 from zfun.cli import _ckpt, _commands
 from zfun.errors import ZfunError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["main"]
 
@@ -36,10 +36,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.print_help()
         return 2
     try:
-        return args.run(args)
+        _check_file(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except ZfunError as error:
         print(f"zfun: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader has left. What is still in the buffer goes nowhere, and says nothing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _check_file(args: argparse.Namespace) -> None:
+    """Refuse a file or directory that does not exist, before torch is imported to read it."""
+    names = {"path": "PATH", "other": "OTHER", "hf": "config.json", "hardware": "--hardware"}
+    for key, name in names.items():
+        path = getattr(args, key, None)
+        if isinstance(path, Path) and not (path.exists() or hasattr(args, "may_be_missing")):
+            raise ZfunError(
+                f"the command reads files that exist; got {str(path)!r} for {name}; check the "
+                f"path, which is relative to {str(Path.cwd())!r}"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
 from zfun.cli._parsing import add_command, address, positive, size
 
 if TYPE_CHECKING:
-    import argparse
-
     from zfun import sources
 
 _VERIFY = """\
@@ -79,6 +78,7 @@ def add_to(commands: Any) -> None:
     words = "remove old checkpoints"
     path = "a directory of checkpoints, or an address"
     prune = add_command(inner, "prune", _prune, words, _PRUNE, path=path)
+    prune.set_defaults(may_be_missing=True)
     prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N")
     prune.add_argument("--every", type=positive, metavar="K", help="keep every K-th step too")
     prune.add_argument("--yes", action="store_true", help="remove, in place of a list only")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zfun.cli._parsing import add_command, add_count, add_folder, positive, size
-
-if TYPE_CHECKING:
-    import argparse
 
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
@@ -129,13 +127,12 @@ def _plan(args: argparse.Namespace) -> int:
     limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
     return demo.plan(
         args.hf,
+        demo.machine_of(args.hardware, **{k: float(x) for k, x in limits.items() if x is not None}),
         ranks=args.ranks,
         rows=args.rows,
         length=args.length,
         dtype=args.dtype,
-        hardware=args.hardware,
         out=args.out,
-        **{name: float(size) for name, size in limits.items() if size is not None},
     )
 
 

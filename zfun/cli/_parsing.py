@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -25,13 +23,7 @@ def add_command(
     path: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a command, with the argument PATH if ``path`` says what the path is."""
-    made = commands.add_parser(
-        name,
-        help=words,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = commands.add_parser(name, help=words, description=description, epilog=epilog)
     made.set_defaults(run=run)
     if path is not None:
         made.add_argument("path", type=address, metavar="PATH", help=path)

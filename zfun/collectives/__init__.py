@@ -9,7 +9,8 @@ of ranks before anything depends on their agreement (``_agree``).
 groups             modules
 =================  ==================================================================
 of one process     ``backends/``: ``_local`` (one rank), ``_simulated`` (threads; the
-                   shortest group that sums), ``_abstract`` (sends nothing)
+                   shortest group that sums, with ``_world``, which the
+                   ranks share), ``_abstract`` (sends nothing)
 of processes       ``launch/_init`` chooses: ``backends/_nccl``; ``gloo/``, messages
                    by direct exchange; ``shm/``, memory that ranks share;
                    ``gloo/_hierarchical``, both
@@ -24,13 +25,7 @@ Groups of processes share ``backends/_base``, and notice lost ranks by ``backend
 
 from __future__ import annotations
 
-from zfun.collectives._agree import (
-    LeafRecord,
-    barrier,
-    check_same,
-    exchange_values,
-    gather_values,
-)
+from zfun.collectives._agree import LeafRecord, barrier, check_same, exchange_values, gather_values
 from zfun.collectives._agree import gather_json as gather_json
 from zfun.collectives._borders import enter, leave
 from zfun.collectives._debug import checked

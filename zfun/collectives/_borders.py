@@ -29,7 +29,7 @@ from zfun.collectives._functional import all_gather
 from zfun.collectives._group import Group
 from zfun.collectives._ops import AllReduce, Collective
 from zfun.errors import OptionError
-from zfun.options import GROUP, TENSOR, TEXT, integer, takes
+from zfun.options import integer, takes
 
 
 class _Border(torch.autograd.Function):
@@ -92,7 +92,7 @@ def _dim_of(x: Tensor, dim: int | None, function: str) -> int | None:
     return dim % x.dim()
 
 
-@takes(x=TENSOR, group=GROUP, dim=integer() | None, name=TEXT)
+@takes(dim=integer() | None)
 def enter(x: Tensor, group: Group, dim: int | None = None, *, name: str = "") -> Tensor:
     """``R -> R``: each rank goes on with its part of a computation; backward ``P -> R``.
 
@@ -140,7 +140,7 @@ def enter(x: Tensor, group: Group, dim: int | None = None, *, name: str = "") ->
     return _cross(x, group, at, True, name)
 
 
-@takes(x=TENSOR, group=GROUP, dim=integer() | None, name=TEXT)
+@takes(dim=integer() | None)
 def leave(x: Tensor, group: Group, dim: int | None = None, *, name: str = "") -> Tensor:
     """``P -> R``: all ranks go on with the sum of their parts, alike; backward ``R -> R``.
 

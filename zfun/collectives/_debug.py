@@ -14,7 +14,7 @@ from zfun.collectives._ops import AllGather, Collective, Stream, check_collectiv
 from zfun.collectives._roles import axis_of, sum_group
 from zfun.collectives._work import Work
 from zfun.errors import CollectiveMismatch, OptionError
-from zfun.options import GROUP, takes
+from zfun.options import takes
 
 _LABEL_BYTES = 256
 
@@ -88,7 +88,7 @@ def _decoded(label: Tensor) -> str:
     return bytes(label.tolist()).rstrip(b"\0").decode(errors="replace").rpartition(" #")[0]
 
 
-@takes(group=GROUP)
+@takes()
 def checked(group: Group) -> Group:
     """Return a group that checks that all ranks start the same collective, every time.
 

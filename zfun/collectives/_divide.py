@@ -11,10 +11,10 @@ from zfun.collectives._group import Group
 from zfun.collectives._mesh import Hybrid, Mesh, NamedMesh
 from zfun.collectives._roles import data_axes
 from zfun.errors import OptionError
-from zfun.options import GROUP, integer, shown, takes
+from zfun.options import integer, shown, takes
 
 
-@takes(group=GROUP)
+@takes()
 def mesh(group: Group, **sizes: int) -> NamedMesh:
     """Name the axes along which the ranks of a group lie.
 
@@ -69,7 +69,7 @@ def mesh(group: Group, **sizes: int) -> NamedMesh:
     return NamedMesh(axes, group)
 
 
-@takes(group=GROUP, inner=integer(1))
+@takes(inner=integer(1))
 def split(group: Group, inner: int) -> Mesh:
     """Put the ranks of a group in rows: ranks ``0 ... inner - 1`` in the first, and so on.
 

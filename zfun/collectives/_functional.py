@@ -40,7 +40,7 @@ from zfun.collectives._group import Group
 from zfun.collectives._ops import RANKS, STREAM, AllReduce, Broadcast, Permute, Stream
 from zfun.collectives._rows import alike, exchanged, gathered, scattered
 from zfun.collectives._work import Work
-from zfun.options import GROUP, TENSOR, TEXT, Kind, integer, takes
+from zfun.options import Kind, integer, takes
 
 _T = TypeVar("_T")
 
@@ -74,7 +74,7 @@ class _Replicated(torch.autograd.Function):
         return replicated(x, group, name=name), in_dims[0]
 
 
-@takes(x=TENSOR, group=GROUP, name=TEXT)
+@takes()
 def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     """``R -> R``: use a value that is equal on all ranks.
 
@@ -106,7 +106,7 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
-@takes(x=LEAVES, group=GROUP, name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, stream=STREAM)
 def all_reduce(
     x: _T, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
 ) -> _T:
@@ -142,7 +142,7 @@ def all_reduce(
     return alike(x, AllReduce()).run(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, stream=STREAM)
 def start_all_reduce(
     x: Any, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
 ) -> Work:
@@ -150,7 +150,7 @@ def start_all_reduce(
     return alike(x, AllReduce()).start(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, dim=integer(), stream=STREAM)
 def all_gather(
     x: _T,
     group: Group,
@@ -188,7 +188,7 @@ def all_gather(
     return gathered(x, group, dim).run(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, dim=integer(), stream=STREAM)
 def start_all_gather(
     x: Any,
     group: Group,
@@ -202,7 +202,7 @@ def start_all_gather(
     return gathered(x, group, dim).start(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, dim=integer(), stream=STREAM)
 def reduce_scatter(
     x: _T,
     group: Group,
@@ -242,7 +242,7 @@ def reduce_scatter(
     return scattered(x, group, dim).run(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, dim=integer(), name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, dim=integer(), stream=STREAM)
 def start_reduce_scatter(
     x: Any,
     group: Group,
@@ -256,7 +256,7 @@ def start_reduce_scatter(
     return scattered(x, group, dim).start(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, root=integer(0), name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, root=integer(0), stream=STREAM)
 def broadcast(
     x: _T,
     group: Group,
@@ -295,7 +295,7 @@ def broadcast(
     return alike(x, Broadcast(root)).run(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, root=integer(0), name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, root=integer(0), stream=STREAM)
 def start_broadcast(
     x: Any,
     group: Group,
@@ -309,7 +309,7 @@ def start_broadcast(
     return alike(x, Broadcast(root)).start(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, destinations=RANKS, name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, destinations=RANKS, stream=STREAM)
 def permute(
     x: _T,
     group: Group,
@@ -350,7 +350,7 @@ def permute(
     return alike(x, Permute(tuple(destinations))).run(group, name, part, stream)
 
 
-@takes(x=LEAVES, group=GROUP, destinations=RANKS, name=TEXT, part=TEXT, stream=STREAM)
+@takes(x=LEAVES, destinations=RANKS, stream=STREAM)
 def start_permute(
     x: Any,
     group: Group,
@@ -364,15 +364,7 @@ def start_permute(
     return alike(x, Permute(tuple(destinations))).start(group, name, part, stream)
 
 
-@takes(
-    x=LEAVES,
-    group=GROUP,
-    split_dim=integer(),
-    concat_dim=integer(),
-    name=TEXT,
-    part=TEXT,
-    stream=STREAM,
-)
+@takes(x=LEAVES, split_dim=integer(), concat_dim=integer(), stream=STREAM)
 def all_to_all(
     x: _T,
     group: Group,
@@ -417,15 +409,7 @@ def all_to_all(
     return exchanged(x, group, split_dim, concat_dim).run(group, name, part, stream)
 
 
-@takes(
-    x=LEAVES,
-    group=GROUP,
-    split_dim=integer(),
-    concat_dim=integer(),
-    name=TEXT,
-    part=TEXT,
-    stream=STREAM,
-)
+@takes(x=LEAVES, split_dim=integer(), concat_dim=integer(), stream=STREAM)
 def start_all_to_all(
     x: Any,
     group: Group,

@@ -14,7 +14,7 @@ from torch import Tensor
 from zfun.collectives._ops import Collective, Stream
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
-from zfun.options import DEVICE, DTYPE, GROUP, ITERABLE, integer, takes
+from zfun.options import DEVICE, ITERABLE, integer, takes
 
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 """``(numel, dtype, device)`` to an uninitialised 1-D tensor."""
@@ -164,7 +164,7 @@ def own_part(group: Group, parts: Sequence[Sequence[int]]) -> Sequence[int]:
     return next(part for part in parts if group.rank in part)
 
 
-@takes(group=GROUP, numel=integer(0), dtype=DTYPE, device=DEVICE)
+@takes(numel=integer(0), device=DEVICE)
 def allocate(
     group: Group, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -194,7 +194,7 @@ def allocate(
     )
 
 
-@takes(group=GROUP, tensors=ITERABLE)
+@takes(tensors=ITERABLE)
 def await_readers(group: Group, tensors: Iterable[Tensor]) -> None:
     """Wait until no other rank reads tensors that are about to be written in place.
 
@@ -219,7 +219,7 @@ def await_readers(group: Group, tensors: Iterable[Tensor]) -> None:
         wait([x for x in tensors if isinstance(x, Tensor) and x.is_cpu])
 
 
-@takes(group=GROUP)
+@takes()
 def is_symmetric(group: Group) -> bool:
     """Whether ranks read each other's memory, so that a zero-copy all-gather copies nothing.
 
@@ -237,7 +237,7 @@ def is_symmetric(group: Group) -> bool:
     return bool(_asked(group, "is_symmetric"))
 
 
-@takes(group=GROUP)
+@takes()
 def is_checked(group: Group) -> bool:
     """Whether :func:`zfun.collectives.checked` made a group, or the group that it wraps.
 
@@ -261,7 +261,7 @@ def queue_aside(groups: Iterable[Group]) -> Aside | None:
     return found[-1] if all(found) else None
 
 
-@takes(group=GROUP)
+@takes()
 def global_ranks(group: Group) -> Sequence[int]:
     """Return the number of each rank in the group that was split, for messages.
 

@@ -11,8 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from torch import Tensor
@@ -36,7 +35,7 @@ from zfun.collectives._ops import (
 )
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
-from zfun.options import GROUP, takes
+from zfun.options import takes
 
 
 @final
@@ -163,7 +162,7 @@ class NamedMesh:
         return f"<mesh: {sizes}, this rank at {here}>"
 
 
-@takes(inner=GROUP, outer=GROUP, whole=GROUP | None)
+@takes()
 class Mesh(Group):
     """A group of several axes; :func:`mesh` and :func:`split` make one.
 
@@ -297,12 +296,7 @@ class Mesh(Group):
         for axis in self.axes:
             axis.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for axis in self.axes:
             axis.__exit__(kind, error, trace)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import OptionError
-from zfun.options import BOOL, TEXT, each, instance, integer, takes
+from zfun.options import each, instance, integer, takes
 
 
 class Stream(enum.IntEnum):
@@ -199,13 +199,7 @@ Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | All
 STREAM = instance(Stream, "a Stream", "Stream.CONTROL")
 
 
-@takes(
-    op=instance(_Map, "an operation", "AllReduce()"),
-    name=TEXT,
-    part=TEXT,
-    stream=STREAM,
-    zero_copy=BOOL,
-)
+@takes(op=instance(_Map, "an operation", "AllReduce()"), stream=STREAM)
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective, as data.

@@ -70,15 +70,8 @@ def start_gather(
 ) -> Work:
     """``S -> R``: start a gather of unequal pieces; see [Note: unequal pieces].
 
-    Args:
-        group: the ranks.
-        call: an all-gather.
-        piece: of this rank.
-        pieces: of all ranks.
-        send: starts an all-gather of equal pieces; by default the one of ``call``.
-
-    Returns:
-        The pending whole, in fresh memory.
+    ``send`` starts an all-gather of equal pieces, by default that of ``call``. The result lies in
+    fresh memory.
 
     Example:
         >>> from zfun.collectives import AllGather, simulate
@@ -119,15 +112,7 @@ def start_scatter(
 ) -> Work:
     """``P -> S``: start a sum over the mesh of a group, in unequal pieces over the group.
 
-    Args:
-        group: a group, a mesh, or the inner axis of one.
-        call: a reduce-scatter.
-        x: this rank's term.
-        pieces: of all ranks of ``group``.
-        send: starts a reduce-scatter into equal pieces; by default the one of ``call``.
-
-    Returns:
-        The pending piece of this rank.
+    ``send`` starts a reduce-scatter into equal pieces, by default that of ``call``.
 
     Example:
         >>> from zfun.collectives import ReduceScatter, simulate

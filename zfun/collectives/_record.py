@@ -15,7 +15,7 @@ from zfun.collectives._ops import Collective, Stream
 from zfun.collectives._roles import axis_of, sum_group
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
-from zfun.options import GROUP, takes
+from zfun.options import takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def record(group: Mesh) -> MeshRecorder: ...
 def record(group: Group) -> Recorder: ...
 
 
-@takes(group=GROUP)
+@takes()
 def record(group: Group) -> Recorder | MeshRecorder:
     """Return a group that acts like ``group`` and logs each collective.
 

@@ -28,17 +28,12 @@ from zfun.collectives._mesh import Hybrid, Mesh
 from zfun.collectives._ops import CALL, Collective, Reduce, ReduceScatter
 from zfun.collectives._work import Work
 from zfun.errors import OptionError, PlacementError
-from zfun.options import GROUP, TENSOR, TEXT, takes
+from zfun.options import takes
 
 
 @final
 class DataAxes(Wrapper):
-    """The ranks with batches of their own, beside model axes along which a norm adds up too.
-
-    Args:
-        group: the data axes.
-        model: the groups of the model axes.
-    """
+    """The data axes, with the groups of the model axes along which a norm adds up too."""
 
     def __init__(self, group: Group, model: Sequence[Group]) -> None:
         super().__init__(group)
@@ -76,7 +71,7 @@ def data_axes(group: Group) -> Group:
     return group.wrapped if isinstance(group, DataAxes) else group
 
 
-@takes(group=GROUP)
+@takes()
 def sum_group(group: Group) -> Group:
     """Return the ranks that have batches: sums of gradients, losses and metrics go over them.
 
@@ -95,7 +90,7 @@ def sum_group(group: Group) -> Group:
     return group.sums if isinstance(group, Hybrid | DataAxes) else group
 
 
-@takes(group=GROUP)
+@takes()
 def agreement_group(group: Group) -> Group:
     """Return the ranks that must agree: on parameters, on skipped steps, on the order of buckets.
 
@@ -135,7 +130,7 @@ def axes_of(group: Group) -> list[Group]:
     return [*group.axes] if isinstance(group, Axis | Hybrid | Mesh) else [group]
 
 
-@takes(group=GROUP)
+@takes()
 def axis_of(group: Group) -> str:
     """Return the name of an axis of a mesh, such as ``"inner"``, or ``""`` for other groups.
 
@@ -156,7 +151,7 @@ def axis_of(group: Group) -> str:
     return ""
 
 
-@takes(group=GROUP, what=TEXT)
+@takes()
 def check_shardable(group: Group, what: str) -> None:
     """Refuse an axis over which values are repeated: its shards are not pieces of the mesh's.
 
@@ -179,7 +174,7 @@ def check_shardable(group: Group, what: str) -> None:
         )
 
 
-@takes(group=GROUP, call=CALL, x=TENSOR, out=TENSOR | None)
+@takes(call=CALL)
 def start_reduce_scatter_over(
     group: Group, call: Collective, x: Tensor, out: Tensor | None = None
 ) -> Work:
@@ -221,14 +216,7 @@ def start_reduce_scatter_over(
 def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:
     """``P -> S``: start a sum over the mesh of a group, whose whole goes to one rank of the group.
 
-    Args:
-        group: a group, a mesh, or the inner axis of one.
-        call: gives name, part and stream.
-        x: 1-D.
-        rank: of ``group``, which receives the sum.
-
-    Returns:
-        The pending sum; of use on ``rank`` alone.
+    ``call`` gives name, part and stream. The result is of use on ``rank`` alone.
 
     Example:
         >>> import torch

@@ -130,16 +130,8 @@ def send_signs(
 ) -> Work:
     """Start the first hop of a compressed all-reduce of buffers: one message to each rank.
 
-    Args:
-        terms: the numbers to send, 1-D, of one dtype, each taken in turn and overwritten with its
-            error.
-        group: the ranks.
-        name: the name in messages and logs.
-        part: the part, for the same use.
-        stream: the order of collectives.
-
-    Returns:
-        The pending messages, for :func:`answer_signs`.
+    Each of ``terms``, 1-D and of one dtype, is taken in turn, and overwritten with its error. The
+    messages are for :func:`answer_signs`.
     """
     scales: list[Tensor] = []
     rows: list[Tensor] = []
@@ -169,18 +161,8 @@ def answer_signs(
 ) -> Work:
     """Start the second hop of a compressed all-reduce: average own chunks and send the signs.
 
-    Args:
-        received: the messages of the first hop.
-        kept: for each buffer the error of this rank's last answer, as long as ``own_chunk``;
-            overwritten with the new error.
-        numels: the lengths of the buffers.
-        group: the ranks.
-        name: the name in messages and logs.
-        part: the part, for the same use.
-        stream: the order of collectives.
-
-    Returns:
-        The pending messages, for :func:`read_signs`: the same on all ranks.
+    ``kept`` has for each buffer the error of this rank's last answer, as long as ``own_chunk``, and
+    gets the new one. The messages, equal on all ranks, are for :func:`read_signs`.
     """
     head, parts = _taken_apart(received, numels, group.size, kept[0].dtype)
     scales: list[Tensor] = []
@@ -202,17 +184,9 @@ def read_signs(
     dtype: torch.dtype,
     out: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Read the means of several buffers from the messages of the second hop.
+    """Read the means of buffers of these lengths from the messages of the second hop.
 
-    Args:
-        packed: the messages.
-        numels: the lengths of the buffers.
-        size: the number of ranks.
-        dtype: the dtype of the scales.
-        out: the dtype of the result; by default the dtype of the scales.
-
-    Returns:
-        For each buffer its mean, ``[numel]``.
+    ``dtype`` is that of the scales, and by default of the result.
     """
     head, parts = _taken_apart(packed, numels, size, dtype)
     return [

@@ -2,7 +2,7 @@
 
 from zfun.demo._hw_bench import hw_bench, measure_hardware
 from zfun.demo._io_bench import io_bench
-from zfun.demo._plan import plan
+from zfun.demo._plan import machine_of, plan
 from zfun.demo._run import run
 
-__all__ = ["hw_bench", "io_bench", "measure_hardware", "plan", "run"]
+__all__ = ["hw_bench", "io_bench", "machine_of", "measure_hardware", "plan", "run"]

@@ -12,15 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zfun import ops, optim, stores
-from zfun.collectives import (
-    AllGather,
-    AllReduce,
-    Collective,
-    Group,
-    Workers,
-    barrier,
-    record,
-)
+from zfun.collectives import AllGather, AllReduce, Collective, Group, Workers, barrier, record
 from zfun.demo._picture import check_folder, check_installed
 from zfun.options import PATH, integer, takes
 from zfun.planner import Hardware

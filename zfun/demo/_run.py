@@ -10,7 +10,7 @@ from zfun.demo._picture import check_folder, check_installed, draw
 from zfun.demo._table import DemoResult, differences, headline, table, verdict
 from zfun.demo._train import COMPOSITIONS, DemoJob, train
 from zfun.errors import OptionError
-from zfun.options import PATH, TEXT, integer, takes
+from zfun.options import PATH, integer, takes
 
 NEEDED = ("matplotlib", "tqdm")
 LEGEND = """\
@@ -20,7 +20,7 @@ parameters and gradients sent by each rank in a step. theory: 2 Ψ (N-1)/N, and 
 ZeRO-3, where Ψ is the bytes of all parameters and N the number of ranks."""
 
 
-@takes(ranks=integer(1), steps=integer(1), preset=TEXT, out=PATH)
+@takes(ranks=integer(1), steps=integer(1), out=PATH)
 def run(
     ranks: int = 2, steps: int = 60, preset: str = "demo", out: str | Path = "zfun-demo"
 ) -> int:

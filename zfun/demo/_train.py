@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ import zfun as zf
 from zfun import tree
 from zfun.demo._examples import load_example
 from zfun.demo._memory import forget_peak, peak_bytes
-
-if TYPE_CHECKING:
-    from zfun.collectives import Group
 
 MODEL_STATE = ("params", "grads")
 # About one matrix of the preset "demo", so that the gathered buckets are a small part of the model.
@@ -66,7 +63,7 @@ class RankReport:
     theory_bytes: float  # the same according to ZeRO's formula
 
 
-def train(group: Group, job: DemoJob, composition: DemoComposition) -> RankReport:
+def train(group: zf.Group, job: DemoJob, composition: DemoComposition) -> RankReport:
     """Train on one rank; ``zf.collectives.spawn`` calls this function in a process per rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
     gpt, text = load_example("gpt"), load_example("text")
@@ -77,7 +74,7 @@ def train(group: Group, job: DemoJob, composition: DemoComposition) -> RankRepor
 
 
 def _run(
-    group: Group,
+    group: zf.Group,
     job: DemoJob,
     composition: DemoComposition,
     gpt: Any,

@@ -22,13 +22,7 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
-from zfun.interop.engine import (
-    UNBOUNDED,
-    Engine,
-    ParamGroups,
-    compile_blocks,
-    named_leaves,
-)
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
 from zfun.recipes import Precision
 
 __all__ = ["Accelerator"]

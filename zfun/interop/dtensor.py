@@ -19,13 +19,13 @@ from zfun import tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.flat import Flat
 from zfun.interop._named import named, whole_by_bucket
-from zfun.options import ANY, NAMES, takes
+from zfun.options import NAMES, takes
 from zfun.sources import Deferred
 
 __all__ = ["from_dtensor", "to_dtensor"]
 
 
-@takes(params=ANY, keep=NAMES)
+@takes(keep=NAMES)
 def from_dtensor(params: tree.Tree, keep: Sequence[str] = ()) -> tree.Tree:
     """Return a tree whose DTensors are leaves for ``zero.init`` and :func:`zfun.shard`.
 
@@ -67,7 +67,7 @@ def from_dtensor(params: tree.Tree, keep: Sequence[str] = ()) -> tree.Tree:
     return tree.unflatten(spec, list(map(deferred, tree.paths(params), leaves)))
 
 
-@takes(value=ANY, like=ANY, keep=NAMES)
+@takes(keep=NAMES)
 def to_dtensor(value: Flat | tree.Tree, like: tree.Tree, keep: Sequence[str] = ()) -> tree.Tree:
     """Return whole or sharded parameters as DTensors (``R``, ``S`` -> the placements of ``like``).
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.options import FUNCTION, GROUP, PATH, TEXT, Kind, instance, integer, takes
+from zfun.options import FUNCTION, PATH, Kind, instance, integer, takes
 from zfun.recipes import StepInfo
 
 __all__ = ["Sink", "step_logger", "step_numbers", "to_csv", "to_tensorboard", "to_wandb"]
@@ -62,7 +62,7 @@ def step_numbers(info: StepInfo[Any]) -> dict[str, float]:
     }
 
 
-@takes(group=GROUP, sinks=FUNCTION, every=integer(1))
+@takes(sinks=FUNCTION, every=integer(1))
 def step_logger(group: Group, *sinks: Sink, every: int = 1) -> _Logged:
     """Return ``log(step, info, metrics=None)``, which sends the numbers of a step to sinks.
 
@@ -176,7 +176,7 @@ _WRITER = Kind(
 )
 
 
-@takes(writer=_WRITER, prefix=TEXT)
+@takes(writer=_WRITER)
 def to_tensorboard(writer: Any, *, prefix: str = "") -> Sink:
     """Return a sink that writes scalars for TensorBoard.
 

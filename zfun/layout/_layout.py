@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from zfun.errors import LeafError
 from zfun.layout._leaves import alias_sets, check_leaf
 from zfun.layout._slots import ALIGNMENT, BucketSlot, Layout, LeafSlot, aligned
 from zfun.layout._units import DEFAULT_BUCKET_BYTES, FUSED_BYTES, bucket_cuts, units_of
-from zfun.options import ANY, DTYPE, NAMES, integer, takes
+from zfun.options import NAMES, integer, takes
 
 # Shards of large buckets are whole pages, so that ranks of one host share a bucket without a copy.
 _PAGE_BYTES = 4096
@@ -35,14 +36,17 @@ class _LeafKey:
     dtype: torch.dtype
 
 
-@takes(
-    params=ANY,
-    size=integer(1),
-    bucket_bytes=integer(1),
-    persistence=integer(0),
-    order=NAMES | None,
-    dtype=DTYPE | None,
-)
+class _TreeKey(NamedTuple):
+    """A tree as far as a layout depends on it."""
+
+    leaves: tuple[_LeafKey, ...]
+    positions: tuple[int, ...]
+    paths: tuple[str, ...]
+    spec: tree.Spec
+    device: torch.device
+
+
+@takes(size=integer(1), bucket_bytes=integer(1), persistence=integer(0), order=NAMES | None)
 def layout_of(
     params: tree.Tree,
     size: int = 1,
@@ -108,17 +112,9 @@ def layout_of(
         for i in firsts
     )
     device = devices.pop() if devices else torch.device("cpu")
-    return _layout(
-        keys,
-        tuple(positions),
-        tuple(paths),
-        spec,
-        int(size),  # of numpy too, which would stay in the cached layout
-        bucket_bytes,
-        persistence,
-        device,
-        turns,
-    )
+    key = _TreeKey(keys, tuple(positions), tuple(paths), spec, device)
+    # A size of numpy would stay in the cached layout.
+    return _layout(key, int(size), bucket_bytes, persistence, turns)
 
 
 def _turns(
@@ -134,16 +130,9 @@ def _turns(
 
 @functools.lru_cache(maxsize=256)
 def _layout(
-    keys: tuple[_LeafKey, ...],
-    positions: tuple[int, ...],
-    paths: tuple[str, ...],
-    spec: tree.Spec,
-    size: int,
-    bucket_bytes: int,
-    persistence: int,
-    device: torch.device,
-    turns: tuple[int, ...] | None,
+    of: _TreeKey, size: int, bucket_bytes: int, persistence: int, turns: tuple[int, ...] | None
 ) -> Layout:
+    keys = of.leaves
     numels = [math.prod(key.shape) * (2 if key.dtype.is_complex else 1) for key in keys]
     units = units_of(
         [(key.path, (key.shape, key.dtype)) for key in keys],
@@ -186,9 +175,8 @@ def _layout(
         )
         for (dtype, leaves), end in zip(found, ends, strict=True)
     )
-    return Layout(
-        tuple(slots[i] for i in range(len(keys))), buckets, size, spec, positions, paths, device
-    )
+    leaves = tuple(slots[i] for i in range(len(keys)))
+    return Layout(leaves, buckets, size, of.spec, of.positions, of.paths, of.device)
 
 
 def _padded(numel: int, dtype: torch.dtype, size: int) -> int:

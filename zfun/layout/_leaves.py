@@ -11,7 +11,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import AliasChanged, LeafError, SpecMismatch
 from zfun.layout._slots import LAYOUT, Layout
-from zfun.options import ANY, BOOL, takes
+from zfun.options import takes
 from zfun.sources.deferred import Deferred, memory_of, spec_of
 
 
@@ -48,10 +48,14 @@ def _repeats(view: Tensor) -> bool:
 
 
 def _no_tensor(path: str, leaf: object) -> LeafError:
+    remedy = (
+        "apply = zf.functional(module) makes a function of its parameters; pass apply.params, and "
+        "call apply(params, x) in the loss"
+        if isinstance(leaf, torch.nn.Module)
+        else "keep other values in the batch or in a closure"
+    )
     return LeafError(
-        f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; keep other values "
-        "in the batch or in a closure",
-        leaf=path,
+        f"every leaf must be a tensor; leaf {path!r} is {type(leaf).__name__}; {remedy}", leaf=path
     )
 
 
@@ -109,7 +113,7 @@ def _overlap(views: Sequence[Tensor]) -> bool:
     return bool((counts > 1).any())
 
 
-@takes(params=ANY, layout=LAYOUT, any_dtype=BOOL)
+@takes(layout=LAYOUT)
 def unique_leaves(params: tree.Tree, layout: Layout, *, any_dtype: bool = False) -> list[Tensor]:
     """Return one tensor for each slot of a layout.
 

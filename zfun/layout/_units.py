@@ -33,12 +33,7 @@ def units_of(
 
     A part of a path that is a number is an index. The unit is the shortest path up to an index such
     that another index at that place has equal leaves below it. If that is larger than the bound,
-    such as one of two equal models, the unit is the next shortest.
-
-    Args:
-        leaves: the path and the kind (shape, dtype) of each leaf.
-        sizes: bytes of each leaf.
-        bound: the most bytes of a unit that has units in it.
+    such as one of two equal models, the unit is the next shortest. Sizes and bound are bytes.
 
     Example:
         >>> paths = ["wte", "h.0.w", "h.0.mlp.0", "h.1.w", "h.1.mlp.0", "mlp.0", "norm"]
@@ -77,11 +72,8 @@ def bucket_cuts(
 ) -> list[int]:
     """Return the places at which a bucket begins; see [Note: a bucket is a block].
 
-    Args:
-        numels: the elements of each leaf, in the order of the layout.
-        units: the unit of each leaf.
-        bound: the most elements of a bucket with several leaves.
-        shared: the most elements of a bucket that units share; at most ``bound``.
+    A bucket with several leaves has at most ``bound`` elements, and one that units share at most
+    ``shared``.
 
     Example:
         >>> units = [None, "h.0", "h.0", "h.1", "h.1", None, None]

@@ -1,5 +1,9 @@
 """Optimizers, parts of optimizers, and schedules: pure functions of trees, without ranks."""
 
+from typing import NoReturn
+
+import torch
+
 from zfun.optim._base import (
     InitFn,
     Optimizer,
@@ -127,3 +131,14 @@ __all__ = [
     "warmup_linear",
     "with_master",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    near = [x for x in __all__ if x == name.lower()]
+    if near:
+        remedy = f"; the rule is zf.optim.{near[0]}(...), which takes no parameters"
+    elif hasattr(torch.optim, name):
+        remedy = f"; pass zf.optim.from_torch(torch.optim.{name}, lr=...)"
+    else:
+        remedy = ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

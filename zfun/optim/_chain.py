@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.layout import LabelFn
-from zfun.optim._base import (
-    InitFn,
-    Optimizer,
-    State,
-    UpdateFn,
-    as_optimizer,
-    prepared,
-    remembered,
-)
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, prepared, remembered
 from zfun.optim._missed import passed_on
 from zfun.tree import Tree
 

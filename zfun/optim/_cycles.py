@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zfun.optim._schedules import Schedule
-from zfun.options import (
-    integer,
-    number,
-    takes,
-)
+from zfun.options import integer, number, takes
 
 _CYCLE = {
     "low": number(),

@@ -20,14 +20,7 @@ from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, 
 from zfun.optim._rules import AdamState
 from zfun.optim._schedules import Schedule, decay_at, rate_at
 from zfun.optim._stepping import Into, assemble, no_steps, zeros_like
-from zfun.options import (
-    FLOATING,
-    OF_LEAVES,
-    SECOND_DECAY,
-    integer,
-    number,
-    takes,
-)
+from zfun.options import FLOATING, OF_LEAVES, SECOND_DECAY, integer, number, takes
 from zfun.placement import S
 from zfun.reductions import gather_values, map_leaves
 from zfun.tree import Tree

@@ -11,17 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from zfun.errors import OptionError
-from zfun.options import (
-    SCHEDULE,
-    SECOND_DECAY,
-    Kind,
-    each,
-    integer,
-    number,
-    one_of,
-    shown,
-    takes,
-)
+from zfun.options import SCHEDULE, SECOND_DECAY, Kind, each, integer, number, one_of, shown, takes
 
 Schedule: TypeAlias = Callable[[int], float]
 

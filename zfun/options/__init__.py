@@ -20,7 +20,6 @@ from zfun.options._kinds import ITERABLE as ITERABLE
 from zfun.options._kinds import NAMES as NAMES
 from zfun.options._kinds import OF_LEAVES as OF_LEAVES
 from zfun.options._kinds import PATH as PATH
-from zfun.options._kinds import RATE as RATE
 from zfun.options._kinds import SCALAR as SCALAR
 from zfun.options._kinds import SCHEDULE as SCHEDULE
 from zfun.options._kinds import SECOND_DECAY as SECOND_DECAY

@@ -78,15 +78,7 @@ def number(
 ) -> Kind:
     """Return the kind of finite numbers of at least ``least``, above ``above``, below ``below``.
 
-    Args:
-        least: the least number.
-        above: a bound that is not accepted.
-        below: a bound that is not accepted.
-        infinite: whether infinity is accepted.
-        example: for messages.
-
-    Returns:
-        The kind. Numbers of numpy are accepted; a bool, a tensor and NaN are not.
+    Numbers of numpy are accepted; a bool, a tensor and NaN are not.
 
     Example:
         >>> str(number(0, below=1)), number(0).accepts(float("nan"))

@@ -8,17 +8,8 @@ from typing import Any
 
 import torch
 
-from zfun import stores, tree
-from zfun.collectives import (
-    Group,
-    LeafRecord,
-    agreement_group,
-    check_same,
-    gather_json,
-    gather_values,
-    global_ranks,
-    model_groups,
-)
+from zfun import collectives, stores, tree
+from zfun.collectives import Group, LeafRecord, gather_values, global_ranks, model_groups
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat, own_piece
 from zfun.placement import P, S
@@ -42,7 +33,7 @@ def check_order(order: Sequence[str] | None, params: tree.Tree) -> None:
 
 def check_same_options(recipe: ZeroOptions, params: tree.Tree) -> None:
     """Compare across ranks the options by name, and the results of functions of leaves."""
-    group = agreement_group(recipe.group)
+    group = collectives.agreement_group(recipe.group)
     if group.size == 1:
         return
     words = recipe.in_words()
@@ -52,7 +43,7 @@ def check_same_options(recipe: ZeroOptions, params: tree.Tree) -> None:
             leaves = zip(tree.paths(params), tree.leaves(params), strict=True)
             words |= {f"{name}[{path}]": of_leaves(path, spec_of(leaf)) for path, leaf in leaves}
     records = [LeafRecord.of_option(name, value) for name, value in words.items()]
-    check_same(records, group, "options", kind="option")
+    collectives.check_same(records, group, "options", kind="option")
 
 
 def check_is_state(state: Any) -> None:
@@ -137,5 +128,5 @@ def first_bad_leaf(grads: Flat) -> str | None:
     found = layout.leaves[first].path if first < len(layout.leaves) else None
     for axis in model_groups(group):
         # Along a model axis ranks have other leaves, or other parts of a leaf.
-        found = next((x for x in gather_json(found, axis, "first bad leaf") if x), None)
+        found = next((x for x in collectives.gather_json(found, axis, "first bad leaf") if x), None)
     return found

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from zfun import ops, stores, tree
+from zfun import ops, stores, transforms, tree
 from zfun.checkpoint import check_saves
 from zfun.collectives import global_ranks, model_groups
 from zfun.errors import OptionError, SpecMismatch, ZfunError
@@ -30,18 +30,7 @@ from zfun.recipes._precision import whole_tree
 from zfun.recipes._start import first_values, local_tree
 from zfun.recipes._state import StepInfo, Zero, ZeroState
 from zfun.recipes._update import scale_of, split, takes_terms, updated
-from zfun.transforms import (
-    GradientFunction,
-    MicroBatches,
-    Pullback,
-    Tape,
-    WeightedMean,
-    accumulate,
-    scale_loss,
-    split_batch,
-    unshard,
-    vjp,
-)
+from zfun.transforms import GradientFunction, MicroBatches, Pullback, Tape, WeightedMean, vjp
 from zfun.transforms.buffers import place_buffers, running
 from zfun.transforms.optimizer._placing import deliver
 from zfun.transforms.optimizer.in_backward import UpdateHook, begin
@@ -130,8 +119,8 @@ class Loop:
         scale, terms = scale_of(state), takes_terms(recipe, state)
         hook.left.clear()
         vg = self._gradient(recipe.loss_fn, state)
-        vg = vg if scale == 1.0 else scale_loss(vg, scale)
-        vg = vg if is_whole else accumulate(vg, recipe.num_micro_batches)
+        vg = vg if scale == 1.0 else transforms.scale_loss(vg, scale)
+        vg = vg if is_whole else transforms.accumulate(vg, recipe.num_micro_batches)
         hook.update = begin(
             recipe.rule,
             state.opt_state,
@@ -143,7 +132,7 @@ class Loop:
         )
         begun = hook.update
         if is_whole and isinstance(batch, MicroBatches):
-            batch = split_batch(batch, 1)[0]
+            batch = transforms.split_batch(batch, 1)[0]
         try:
             with running(state.buffers) as left:
                 value, grads = vg(state.params, batch)
@@ -197,7 +186,9 @@ class Loop:
                 "zero() that has made no state; call init() of this zero() first"
             )
         chosen = select if select is None or local is None else local.selects(select)
-        found = tree.combine(*(unshard(part, chosen) for part in parts if part is not None))
+        found = tree.combine(
+            *(transforms.unshard(part, chosen) for part in parts if part is not None)
+        )
         return found if local is None else local.logical(found)
 
     def vjp(

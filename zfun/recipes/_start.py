@@ -93,11 +93,7 @@ def first_values(
 ) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
-    Args:
-        recipe: the options.
-        params: a tree of tensors and deferred leaves, without buffers.
-        init: ``"check"`` or ``"broadcast"``.
-        local: made the tree, if the loss goes over model axes.
+    The tree has no buffers. ``local`` made it, if the loss goes over model axes.
     """
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.

@@ -55,7 +55,8 @@ class StepInfo(NamedTuple, Generic[Aux]):
             of the ranks' terms, which is an upper bound.
         skipped: whether gradients were not finite, and the step was not taken.
         bad_leaf: the first leaf with a gradient that is not finite, if the step was skipped.
-        aux: the second result of the loss, from this rank's batch.
+        aux: the second result of the loss, from this rank's batch; with ``num_micro_batches`` above
+            1 a list of one for each.
         loss_scale: the factor of the loss in backward; 1 without a loss scale.
         learning_rate: of this step, from :meth:`zfun.optim.Optimizer.learning_rate`.
         num_applied: steps taken so far, this one included and skipped ones not included.

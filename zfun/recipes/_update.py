@@ -132,9 +132,7 @@ def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
 def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
     """Return the leaves that no rank used, in the order of the layout.
 
-    Args:
-        grads: name the leaves that this rank did not use.
-        counts: how many leaves each rank did not use.
+    ``counts`` says how many leaves each rank did not use; ``grads`` names those of this rank.
     """
     unused = [slot.path for slot in grads.layout.leaves if slot.path in grads.missed]
     # A leaf that one of the ranks used is used, and mostly one of them uses all leaves.

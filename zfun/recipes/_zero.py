@@ -12,13 +12,7 @@ from zfun.collectives import Group
 from zfun.compression import Compression
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT
 from zfun.optim import as_optimizer
-from zfun.options import (
-    OF_LEAVES,
-    instance,
-    integer,
-    one_of,
-    takes,
-)
+from zfun.options import OF_LEAVES, instance, integer, one_of, takes
 from zfun.parallel import beside_model_axes
 from zfun.placement import PlacementRule, Sharded
 from zfun.recipes._loop import Loop

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zfun.errors import CorruptCheckpoint, OptionError, SpecMismatch
 from zfun.objects import is_url, located
-from zfun.options import PATH, TEXT, instance, takes
+from zfun.options import PATH, instance, takes
 from zfun.sources._files import CPU, StoredTensor, check_no_link, entry
 from zfun.sources._pickles import Inert, as_shape, load, load_metadata
 from zfun.sources._source import SOURCE, Source, TrainingState, named
@@ -38,7 +38,7 @@ _INERT = (
 )
 
 
-@takes(path=PATH, params=TEXT, moments=TEXT)
+@takes(path=PATH)
 def dcp(
     path: str | Path, *, params: str = "model.", moments: str = "optim.state."
 ) -> TrainingState:

@@ -26,7 +26,7 @@ from typing import Any
 
 from zfun.errors import CorruptCheckpoint, OptionError, ZfunError
 from zfun.objects import located
-from zfun.options import PATH, TEXT, takes
+from zfun.options import PATH, takes
 from zfun.sources._files import (
     FilePart,
     StoredTensor,
@@ -50,7 +50,7 @@ _LAYOUT = {
 }
 
 
-@takes(path=PATH, tag=TEXT | None)
+@takes(path=PATH)
 def deepspeed(path: str | Path, *, tag: str | None = None) -> TrainingState:
     """Open a checkpoint directory of DeepSpeed's ZeRO stages 1, 2 and 3, or a universal one.
 

@@ -24,7 +24,7 @@ from zfun import tree
 from zfun.errors import LeafError, OptionError
 from zfun.files import KeyTwice, parse_json
 from zfun.objects import located
-from zfun.options import ANY, DEVICE, FLOATING, FUNCTION, PATH, shown, takes
+from zfun.options import DEVICE, FLOATING, PATH, shown, takes
 from zfun.sources._files import NotRegularError, OpenFile, check_no_link
 from zfun.sources.deferred import Deferred, once
 from zfun.sources.headers import DTYPES, MAX_HEADER_BYTES
@@ -50,7 +50,7 @@ class _HeaderEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@takes(path=PATH, params=ANY, name_of=FUNCTION | None, dtype=FLOATING | None, device=DEVICE)
+@takes(path=PATH, dtype=FLOATING | None, device=DEVICE)
 def safetensors(
     path: Path | str,
     params: tree.Tree = None,

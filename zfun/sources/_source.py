@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.errors import LeafError, SpecMismatch
-from zfun.options import ANY, BOOL, FLOATING, FUNCTION, instance, takes
+from zfun.options import FLOATING, instance, takes
 from zfun.sources._files import StoredTensor
 from zfun.sources.deferred import Deferred, memory_of, once
 
@@ -215,7 +215,7 @@ class Placed(NamedTuple):
     unexpected: tuple[str, ...]
 
 
-@takes(source=SOURCE, params=ANY, name_of=FUNCTION | None, dtype=FLOATING | None, strict=BOOL)
+@takes(source=SOURCE, dtype=FLOATING | None)
 def place(
     source: Source,
     params: tree.Tree,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.errors import LeafError
-from zfun.options import ANY, DEVICE, FUNCTION, takes
+from zfun.options import DEVICE, takes
 
 __all__ = ["Deferred", "initialised", "memory_of", "once", "spec_of"]
 
@@ -159,7 +159,7 @@ def once(
     return found, lambda values: tree.unflatten(spec, [values[key] for key in keys])
 
 
-@takes(params=ANY, initialise=FUNCTION, device=DEVICE)
+@takes(device=DEVICE)
 def initialised(
     params: tree.Tree,
     initialise: Callable[[str, Tensor], Tensor],

@@ -8,20 +8,13 @@ import torch
 from torch import Tensor
 
 from zfun.collectives import Work
-from zfun.options import BOOL, takes
+from zfun.options import takes
 from zfun.stores._base import Counts, Stored
 from zfun.stores._streams import QueuedCopies, QueuedCopy
 
 
 class _HostTensor(Stored):
-    """A tensor in host memory.
-
-    Args:
-        store: the store.
-        tensor: the tensor.
-        name: the part of the state.
-        copy: the copy into the tensor, if that is under way.
-    """
+    """A tensor in host memory, and the copy into it, if that is under way."""
 
     def __init__(
         self, store: HostStore, tensor: Tensor, name: str, copy: QueuedCopy | None = None
@@ -64,7 +57,7 @@ class _HostTensor(Stored):
         return self.tensor
 
 
-@takes(pin=BOOL, log=BOOL)
+@takes()
 class HostStore(Counts):
     """Keeps tensors in host memory, page-locked if there is a device to copy to."""
 
@@ -98,7 +91,7 @@ class HostStore(Counts):
         return "host()"
 
 
-@takes(pin=BOOL | None, log=BOOL)
+@takes()
 def host(*, pin: bool | None = None, log: bool = False) -> HostStore:
     """Make a store in host memory.
 

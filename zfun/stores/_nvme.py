@@ -20,7 +20,7 @@ from zfun import ops
 from zfun.collectives import Work
 from zfun.errors import OptionError
 from zfun.files import ALIGNMENT, Files, aligned
-from zfun.options import BOOL, PATH, SECONDS, Kind, instance, integer, takes
+from zfun.options import PATH, SECONDS, Kind, instance, integer, takes
 from zfun.stores._base import Counts, Stored, heard
 from zfun.stores._buffers import Buffers
 from zfun.stores._disk import Disk, Place, failure
@@ -285,10 +285,7 @@ class NvmeStore(Counts):
     buffer_count=integer(1),
     buffer_size=integer(0),
     max_in_cpu=integer(0),
-    pin_memory=BOOL | None,
-    checksum=BOOL,
     timeout_s=SECONDS,
-    log=BOOL,
     files=instance(Files, "an object of zf.files.Files", "zf.files.Files()") | None,
 )
 def nvme(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfun.collectives import Work
 from zfun.flat import FLAT, Flat
-from zfun.options import DTYPE, FUNCTION, instance, takes
+from zfun.options import instance, takes
 from zfun.stores._base import Stored, finished, locating, start_read
 
 # Reads that are under way while a bucket is in use: one to hide the time of a read, and one more
@@ -41,11 +41,7 @@ class Derived(Stored):
         self.source.flush()
 
 
-@takes(
-    source=instance(Stored, "a handle of a store", "store.put(x, 'state')"),
-    fn=FUNCTION,
-    dtype=DTYPE,
-)
+@takes(source=instance(Stored, "a handle of a store", "store.put(x, 'state')"))
 def derived(source: Stored, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Derived:
     """Return a handle of a function of a stored tensor, computed anew by each ``get``.
 
@@ -99,11 +95,7 @@ def reading(flat: Flat, device: torch.device | None = None) -> Iterator[Tensor]:
             yield started.popleft()  # type: ignore[misc]
 
 
-@takes(
-    fn=FUNCTION,
-    flat=FLAT,
-    device=instance(torch.device, "a torch.device", "torch.device('cpu')") | None,
-)
+@takes(flat=FLAT, device=instance(torch.device, "a torch.device", "torch.device('cpu')") | None)
 def by_bucket(fn: Callable[[Flat], Flat], flat: Flat, device: torch.device | None = None) -> Flat:
     """Apply a function to a flat of one bucket after the other; results go where the buckets were.
 

@@ -10,12 +10,12 @@ from zfun import tree
 from zfun.collectives import allocate, is_symmetric
 from zfun.errors import OptionError
 from zfun.flat import Flat, call_site, flats
-from zfun.options import ANY, STORE, takes
+from zfun.options import takes
 from zfun.placement import S
 from zfun.stores._base import Store, Stored, fetch, flush, located, locating
 
 
-@takes(value=ANY, store=STORE)
+@takes()
 def offload_values(value: tree.Tree, store: Store) -> tree.Tree:
     """Move all tensors of a state into a store; :func:`reload` brings the tensors back.
 
@@ -58,7 +58,7 @@ def offload_values(value: tree.Tree, store: Store) -> tree.Tree:
     return kept
 
 
-@takes(value=ANY, store=STORE)
+@takes()
 def reload(value: tree.Tree, store: Store) -> tree.Tree:
     """Bring the tensors of a state back that are in a store, to the last bit.
 

@@ -26,12 +26,7 @@ from zfun.transforms._offload import (
 from zfun.transforms.call._reducer import MAX_IN_FLIGHT
 from zfun.transforms.call._trace import Event, Phase, Step, Trace, TracedBucket
 from zfun.transforms.grads._accumulate import accumulate, add_grads, scale_grads
-from zfun.transforms.grads._gradient import (
-    data_parallel,
-    scale_loss,
-    value_and_grad,
-    vjp,
-)
+from zfun.transforms.grads._gradient import data_parallel, scale_loss, value_and_grad, vjp
 from zfun.transforms.grads._gradient_function import GradientFunction
 from zfun.transforms.grads._pullback import Pullback
 from zfun.transforms.grads._sum_grads import replicate_grads, shard_grads
@@ -49,7 +44,6 @@ from zfun.transforms.params._schedule_options import ScheduleOptions, secondary_
 from zfun.transforms.params._shard_params import ShardedLoss, shard_params
 from zfun.transforms.remat import Remat, remat
 from zfun.transforms.values._agreement import check_agreement
-from zfun.transforms.values._communicate import MAX_UNDER_WAY
 from zfun.transforms.values._describe import Description, describe
 from zfun.transforms.values._redistribute import redistribute
 from zfun.transforms.values._shard import replicate, shard
@@ -57,7 +51,6 @@ from zfun.transforms.values._unshard import gather, unshard
 
 __all__ = [
     "MAX_IN_FLIGHT",
-    "MAX_UNDER_WAY",
     "CastLoss",
     "Description",
     "Event",

@@ -20,7 +20,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat
-from zfun.options import ANY, FUNCTION, integer, takes
+from zfun.options import integer, takes
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-@takes(fn=FUNCTION, batch=ANY)
+@takes()
 def map_batch(fn: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function to every leaf of a batch; nodes keep their classes.
 
@@ -74,7 +74,7 @@ def map_batch(fn: Callable[[Any], Any], batch: Any) -> Any:
     return parts.rebuild([fn(leaf) for leaf in parts.leaves])
 
 
-@takes(batch=ANY, count=integer(1))
+@takes(count=integer(1))
 def split_batch(batch: Any, count: int) -> list[Any]:
     """Split a batch in micro-batches; see :func:`zfun.accumulate` for the rules.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.flat import Flat
-from zfun.options import BOOL, FLOATING, FUNCTION, takes
+from zfun.options import FLOATING, FUNCTION, takes
 from zfun.placement import S
 from zfun.transforms._batches import map_batch
 from zfun.transforms.call._call import BoundParams, call_of
@@ -50,13 +50,25 @@ class CastLoss(ZfunLoss):
         """Return the loss of the cast parameters."""
         if self.batch:
             batch = map_batch(_caster(self.dtype), batch)
-        if not (isinstance(params, Flat) and params.placement is S):
-            return self.loss(cast_leaves(params, self.dtype), batch)
-        call = dataclasses.replace(call_of(params), compute_dtype=self.dtype)
-        return self.loss(BoundParams(params, call), batch)
+        if isinstance(params, Flat) and params.placement is S:
+            call = dataclasses.replace(call_of(params), compute_dtype=self.dtype)
+            params = BoundParams(params, call)
+        else:
+            params = cast_leaves(params, self.dtype)
+        try:
+            return self.loss(params, batch)
+        except RuntimeError as error:
+            if "dtype" in str(error):
+                error.add_note(
+                    f"zfun runs this loss in {self.dtype} (precision= or zf.cast): parameters and "
+                    f"floating tensors of the batch are {self.dtype}, and tensors that the loss "
+                    "makes are not. Make them with dtype=x.dtype of a tensor at hand; or train "
+                    "without precision=, and compute under torch.autocast inside of the loss."
+                )
+            raise
 
 
-@takes(loss=FUNCTION, dtype=FLOATING, batch=BOOL)
+@takes(loss=FUNCTION, dtype=FLOATING)
 def cast(loss: Loss, dtype: torch.dtype, *, batch: bool = True) -> Loss:
     """Let a loss compute in another dtype than that of parameters and gradients.
 

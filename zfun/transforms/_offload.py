@@ -16,7 +16,7 @@ from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat, flats
 from zfun.layout import Layout
 from zfun.optim import Optimizer, PrepareInner, as_optimizer, passed_on
-from zfun.options import ANY, FRACTION, FUNCTION, STORE, takes
+from zfun.options import ANY, FRACTION, FUNCTION, takes
 from zfun.placement import S
 from zfun.stores import Store
 from zfun.transforms.grads._gradient_function import GradientFunction
@@ -32,7 +32,7 @@ from zfun.transforms.optimizer.by_bucket import StateBuilder
 from zfun.typing import Gradient, Loss
 
 
-@takes(value=ANY, store=STORE, fraction=FRACTION)
+@takes(fraction=FRACTION)
 def offload(value: Any, store: Store, *, fraction: float = 1.0) -> Any:
     """Keep a part of the state in a store; no bit of the results changes.
 
@@ -94,7 +94,7 @@ def offload(value: Any, store: Store, *, fraction: float = 1.0) -> Any:
     )
 
 
-@takes(params=ANY, store=STORE)
+@takes(params=ANY)
 def offload_params(params: Flat, store: Store) -> Flat:
     """Move the buffers of a ``Flat`` to a store.
 
@@ -126,7 +126,7 @@ def offload_params(params: Flat, store: Store) -> Flat:
     return kept
 
 
-@takes(loss=FUNCTION, store=STORE)
+@takes(loss=FUNCTION)
 def offload_loss(loss: Loss, store: Store) -> Loss:
     """Let a loss take parameters that are kept in a store.
 
@@ -192,7 +192,7 @@ class _Put:
             return _MovedBucket(self.store.put(buffer, "grads"))
 
 
-@takes(vg=FUNCTION, store=STORE)
+@takes(vg=FUNCTION)
 def offload_grads(vg: Gradient, store: Store) -> Gradient:
     """Move each bucket of gradients to a store when complete.
 
@@ -223,7 +223,7 @@ def offload_grads(vg: Gradient, store: Store) -> Gradient:
     return changed_grads(vg, offloaded)
 
 
-@takes(optimizer=ANY, store=STORE, fraction=FRACTION)
+@takes(fraction=FRACTION)
 def offload_optimizer(optimizer: Any, store: Store, *, fraction: float = 1.0) -> Optimizer:
     """Keep an optimizer's state in a store, and take the step on the device of the store.
 

@@ -33,7 +33,7 @@ from zfun.collectives import (
     reduce_scatter,
     simulate,
 )
-from zfun.collectives.backends._simulated import evaluate
+from zfun.collectives.backends._world import evaluate
 from zfun.collectives.gloo import _algorithms
 from zfun.collectives.gloo._algorithms import num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool

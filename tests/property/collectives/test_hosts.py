@@ -26,7 +26,7 @@ from zfun.collectives import (
     Reduce,
     ReduceScatter,
 )
-from zfun.collectives.backends._simulated import evaluate
+from zfun.collectives.backends._world import evaluate
 from zfun.collectives.gloo._hierarchical import HostPlace, goes_over_hosts, num_messages, over_hosts
 from zfun.testing import assert_same_bits
 

@@ -11,7 +11,7 @@ import zfun as zf
 from tests import models, reference
 from zfun import optim, tree
 from zfun.errors import LeafError, OptionError
-from zfun.reductions import _shared_out
+from zfun.reductions._leaves import _shared_out
 from zfun.testing import same_bits
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -51,6 +51,15 @@ def test_parameters_and_aux_have_the_types_of_the_loss() -> None:
     assert torch.equal(zf.unshard(sharded)["w"], params["w"])
 
 
+def test_a_loaded_state_has_the_type_of_the_given_one(tmp_path: Path) -> None:
+    zero = zf.zero(3, plain, zf.optim.sgd(0.1), zf.process_group())
+    state = zero.init({"w": torch.ones(2)})
+    zf.save(tmp_path, state)
+    loaded = zf.load(tmp_path, state)
+    assert_type(loaded.state, zf.recipes.ZeroState)
+    assert zero.params(loaded.state)["w"].sum() == 2
+
+
 @pytest.mark.parametrize("loss", [summed, untyped, lambda p, b: (p["w"] * b).sum()])
 def test_other_losses_are_taken_too(loss: Any) -> None:
     zero = zf.zero(1, loss, zf.optim.sgd(0.5), zf.process_group())

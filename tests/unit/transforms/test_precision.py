@@ -598,3 +598,23 @@ def test_master_weights_start_from_the_unrounded_parameters(stage: int, init: st
             assert_same_bits(kept, {path: leaf.bfloat16() for path, leaf in params.items()})
             # A master weight that is a view would keep the whole parameters alive.
             assert spare == [0] * len(spare)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_error_of_dtypes_names_the_cast_and_the_remedies(stage: int) -> None:
+    """A constant that the loss makes is float32, beside parameters in bfloat16."""
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (batch @ params["w"] @ torch.ones(3, 3)).sum()
+
+    def main(group: zf.Group) -> None:
+        zero = zf.zero(stage, loss, zf.optim.sgd(0.1), group, precision=torch.bfloat16)
+        state = zero.init({"w": torch.ones(3, 3)})
+        with pytest.raises(RuntimeError) as found:
+            zero.step(state, torch.ones(2, 3))
+        note = "".join(found.value.__notes__)
+        assert "runs this loss in torch.bfloat16" in note
+        assert "dtype=x.dtype" in note
+        assert "torch.autocast" in note
+
+    zf.simulate(2, main)

@@ -24,7 +24,7 @@ from zfun.checkpoint.format._manifest import (
 from zfun.checkpoint.format._order import StoredCut
 from zfun.checkpoint.format._plain import DTYPES, parse
 from zfun.errors import CorruptCheckpoint
-from zfun.options import TEXT, instance, takes
+from zfun.options import instance, takes
 from zfun.sources.headers import MAX_HEADER_BYTES
 
 _MAX_DIMS = 64
@@ -37,7 +37,7 @@ _MANIFEST, _LEAF, _FILE = map(fields_of, (Manifest, LeafEntry, FileEntry))
 _TAIL = re.compile(rb'"sha256":"([0-9a-f]{64})"}\n')
 
 
-@takes(text=instance(bytes, "bytes", "b'...'"), path=TEXT)
+@takes(text=instance(bytes, "bytes", "b'...'"))
 def parse_manifest(text: bytes, path: str = MANIFEST) -> Manifest:
     """Parse and check a manifest: every name, number and range, before anything uses one.
 

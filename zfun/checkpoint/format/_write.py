@@ -77,21 +77,11 @@ def write_file(
     *,
     gentle: bool = False,
 ) -> tuple[str, ...]:
-    """Write a new file of ``num_bytes``, and wait until the disk has it.
+    """Write a new file, wait until the disk has it, and return the hash of each chunk.
 
-    Args:
-        files: the operations on files.
-        path: of the new file.
-        blocks: the bytes, in uint8; each may be overwritten when the next is asked for.
-        num_bytes: their number.
-        hashing: how the chunks are hashed.
-        gentle: one thread writes, where the work of the process leaves time.
-
-    Returns:
-        The hash of every chunk.
-
-    Raises:
-        CheckpointError: the disk refused, or wrote fewer bytes than asked.
+    Each of ``blocks``, in uint8, may be overwritten when the next is asked for. With ``gentle`` one
+    thread writes, where the work of the process leaves time. The error is :class:`CheckpointError`
+    where the disk refuses, or writes fewer bytes than asked.
     """
     with explaining(path, "the file"):
         fd, is_direct = open_direct(files, path, os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -19,7 +19,7 @@ from zfun.collectives import single_group
 from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.objects import files_of
-from zfun.options import ANY, PATH, TEXT, instance, integer, takes
+from zfun.options import PATH, instance, integer, takes
 from zfun.sources import Source, TrainingState, joined, tensors
 
 # The names of torch's Adam, and the places in the state of zf.zero with zf.optim.adamw.
@@ -32,8 +32,6 @@ _HASH = "xxh64"  # the default of save()
     path=PATH,
     step=integer(0, 10**18 - 1) | None,
     moments=instance(Mapping, "a mapping from moments to paths", "{'exp_avg': 'opt_state.mu'}"),
-    count=TEXT | None,
-    data=ANY,
     files=FILES,
 )
 def convert(

@@ -16,7 +16,7 @@ from zfun.checkpoint.format._manifest import LeafEntry, Manifest
 from zfun.checkpoint.format._payload import Payload
 from zfun.checkpoint.format._plain import decode
 from zfun.errors import CheckpointError
-from zfun.options import BOOL, FLOATING, PATH, TEXT, integer, takes
+from zfun.options import FLOATING, PATH, integer, takes
 from zfun.sources import Deferred, Source, TrainingState, Written
 
 # The default of Hugging Face's own writer.
@@ -73,7 +73,7 @@ def _deferred(directory: str, manifest: Manifest, entry: LeafEntry) -> Deferred:
     return Deferred(entry.key, torch.empty(entry.shape, dtype=entry.dtype, device="meta"), make)
 
 
-@takes(path=PATH, step=integer(0) | None, params=TEXT, masters=BOOL)
+@takes(path=PATH, step=integer(0) | None)
 def training_state(
     path: str | Path, step: int | None = None, *, params: str = "params", masters: bool = True
 ) -> TrainingState:
@@ -165,13 +165,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 @takes(
-    path=PATH,
-    out=PATH,
-    step=integer(0) | None,
-    params=TEXT,
-    dtype=FLOATING | None,
-    masters=BOOL,
-    max_shard_bytes=integer(1),
+    path=PATH, out=PATH, step=integer(0) | None, dtype=FLOATING | None, max_shard_bytes=integer(1)
 )
 def export(
     path: str | Path,

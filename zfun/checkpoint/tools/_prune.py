@@ -6,20 +6,13 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from zfun.checkpoint._directory import (
-    FILES,
-    SavedStep,
-    all_saves,
-    locked,
-    read_manifest,
-    steps,
-)
+from zfun.checkpoint._directory import FILES, SavedStep, all_saves, locked, read_manifest, steps
 from zfun.checkpoint._remove import remove_step
 from zfun.checkpoint.format._write import explaining
 from zfun.errors import CheckpointError, OptionError
 from zfun.files import Files
 from zfun.objects import files_of
-from zfun.options import BOOL, PATH, integer, takes
+from zfun.options import PATH, integer, takes
 
 
 class Pruned(NamedTuple):
@@ -36,7 +29,7 @@ class Pruned(NamedTuple):
     num_bytes: int
 
 
-@takes(path=PATH, keep=integer(1) | None, every=integer(1) | None, dry_run=BOOL, files=FILES)
+@takes(path=PATH, keep=integer(1) | None, every=integer(1) | None, files=FILES)
 def prune(
     path: str | Path,
     *,

@@ -34,14 +34,8 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-4, 0.25
 def attempt_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:
     """Return a part of the store that is new to all ranks. See [Note: attempts].
 
-    Args:
-        store: shared by the ranks, perhaps with the keys of ranks that have ended.
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: how long the ranks may take, in seconds.
-
-    Raises:
-        PeerLost: a rank did not come.
+    The store may have keys of ranks that have ended. A rank that did not come raises
+    :class:`PeerLost`.
     """
     meeting = PrefixStore("zfun/attempt", store)
     try:

@@ -39,12 +39,7 @@ class News:
 
 
 class Board:
-    """One rank's access to the records. See [Note: requests to the store].
-
-    Args:
-        store: shared by the ranks of the group only.
-        rank: this rank.
-    """
+    """One rank's access to the records in a store. See [Note: requests to the store]."""
 
     def __init__(self, store: Store, rank: int) -> None:
         # torch's stubs lack append().

@@ -68,15 +68,8 @@ def diagnose(
 ) -> Verdict | None:
     """Say why the collectives that this rank waits for cannot complete, if the states tell.
 
-    Args:
-        rank: this rank.
-        own: the state of this rank.
-        peers: the published states of the other ranks.
-        certain: whether the states are the same as at the last look, so that ranks which wait for
-            each other will wait for ever.
-
-    Returns:
-        The verdict, or None if the others may only be slow.
+    ``certain`` says that the states are the same as at the last look, so that ranks which wait for
+    each other will wait for ever.
 
     Example:
         >>> own = Status((1, 0, 0), {"0": {"0": "all_gather 'a'"}}, ((0, 0),))
@@ -116,9 +109,7 @@ def diagnose(
 def different(index: int, *sides: tuple[int, str]) -> Verdict:
     """Return the verdict on two ranks that have started different collectives.
 
-    Args:
-        index: the number of the collective in its stream.
-        sides: for both ranks, the rank and the collective that the rank has started.
+    ``index`` is the place in the stream; each side is a rank and its collective.
     """
     (low, low_text), (high, high_text) = sorted(sides)
     return Verdict(

@@ -86,15 +86,9 @@ def num_messages(place: HostPlace) -> int:
 
 
 def over_hosts(op: Op, x: Tensor, out: Tensor, place: HostPlace, row: Row, column: Column) -> None:
-    """Do a collective, and return when it is done.
+    """Do a collective that :func:`goes_over_hosts`, and return when it is done.
 
-    Args:
-        op: one that :func:`goes_over_hosts`.
-        x: 1-D input.
-        out: 1-D output.
-        place: the position of this rank.
-        row: the ranks of the same host.
-        column: the ranks with the same position on other hosts.
+    ``row`` are the ranks of the same host, ``column`` those with the same position on other hosts.
     """
     match op:
         case AllGather():

@@ -30,7 +30,7 @@ from zfun.collectives.shm._group import SharedGroup
 from zfun.collectives.shm._memory import SharedMemory
 from zfun.collectives.shm._rendezvous import exchange_texts, host_name, rendezvous
 from zfun.errors import OptionError
-from zfun.options import BOOL, SECONDS, TEXT, Kind, takes
+from zfun.options import SECONDS, Kind, takes
 
 _Hook: TypeAlias = Callable[..., Any]
 # Connects the ranks of a group: the store, this rank, the numbers of all ranks, the timeout.
@@ -50,10 +50,7 @@ def _is_torch_group(x: object) -> bool:
         "torch.distributed.group.WORLD",
     )
     | None,
-    axis=TEXT | None,
     timeout_s=SECONDS,
-    shared_memory=BOOL | None,
-    debug=BOOL,
 )
 def process_group(
     group: dist.ProcessGroup | DeviceMesh | None = None,

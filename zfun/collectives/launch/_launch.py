@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from zfun.collectives._agree import barrier
 from zfun.collectives._group import Group
 from zfun.collectives.launch._init import process_group
 from zfun.errors import OptionError, PeerLost, check_process
-from zfun.options import ANY, BOOL, FUNCTION, SECONDS, instance, integer, number, takes
+from zfun.options import ANY, SECONDS, instance, integer, number, takes
 
 if TYPE_CHECKING:  # not every system has fork servers
     from multiprocessing.context import (
@@ -35,14 +34,7 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
-@takes(
-    n=integer(1),
-    fn=FUNCTION,
-    args=ANY,
-    timeout_s=SECONDS,
-    collective_timeout_s=SECONDS | None,
-    shared_memory=BOOL | None,
-)
+@takes(n=integer(1), args=ANY, timeout_s=SECONDS, collective_timeout_s=SECONDS | None)
 def spawn(
     n: int,
     fn: Callable[..., _Result],
@@ -97,7 +89,6 @@ class _RankFailure:
     timeout_s=SECONDS,
     collective_timeout_s=SECONDS | None,
     grace_s=number(0, below=1e9, example="5.0"),
-    shared_memory=BOOL | None,
     context=instance(
         multiprocessing.context.BaseContext,
         "a context of multiprocessing",
@@ -196,12 +187,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
         else:

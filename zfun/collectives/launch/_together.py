@@ -40,16 +40,9 @@ def make_together(
 ) -> _Result:
     """Return ``make()``, called on all ranks, when all have returned. See [Note: missing ranks].
 
-    Args:
-        store: shared by the ranks, and new to them.
-        rank: this rank.
-        numbers: the number of each rank in messages.
-        timeout_s: how long the ranks may take, in seconds.
-        make: makes this rank's connections; runs in a thread of its own.
-        holder: the number of the rank whose process holds the store, if a rank does.
-
-    Raises:
-        PeerLost: a rank did not come, or has ended.
+    The store is new to the ranks, and ``make`` runs in a thread of its own. Messages call the ranks
+    by ``numbers``; ``holder`` is the number of the rank whose process holds the store, if a rank
+    does. A rank that did not come, or has ended, raises :class:`PeerLost`.
     """
     pulse = _Pulse(PrefixStore("together", store), rank, len(numbers))
     made: Future[_Result] = Future()

@@ -89,11 +89,6 @@ class Letter:
 class Mailbox:
     """The records of this rank and of its peers. See [Note: records].
 
-    Args:
-        segment: memory that this rank writes.
-        peers: memory that the peers write.
-        timeout_s: how long a wait may take, in seconds.
-
     Attributes:
         interrupted: ends all waits.
         watch: a context, made of stream and index, for each wait that takes long.

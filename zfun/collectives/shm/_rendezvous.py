@@ -32,20 +32,8 @@ def rendezvous(
 ) -> SharedMemory | str:
     """Map the segments of all ranks, or return the reason if a rank cannot.
 
-    All ranks return the same answer.
-
-    Args:
-        store: shared by the ranks of the group.
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: how long a wait may last, in seconds.
-        wanted: False if this rank takes no shared memory, and only tells the others.
-
-    Returns:
-        The memory, or the reason why there is none.
-
-    Raises:
-        TimeoutError: a rank did not answer.
+    All ranks return the same answer. A rank with ``wanted=False`` only tells the others. The error
+    is ``TimeoutError`` if a rank does not answer.
     """
     store = PrefixStore("shared", store)
     with contextlib.ExitStack() as stack:

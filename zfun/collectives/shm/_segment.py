@@ -39,10 +39,6 @@ _ALIGNED_BYTES = 4 * HUGE_PAGE
 class Segment:
     """The memory that this rank writes, and its allocator: first fit over a list of free pieces.
 
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-
     Attributes:
         fd: the descriptor that peers map.
         reserved: bytes that the system has set aside.
@@ -166,15 +162,7 @@ class Segment:
 class Peer:
     """The segment of another rank, mapped for reading, and whether its process lives.
 
-    Args:
-        fd: of the segment.
-        rank: of the peer.
-        size: the number of ranks.
-        connections: sockets that the peer's process holds open.
-        pid: the peer's process.
-
-    Raises:
-        OSError: the segment cannot be mapped, or is none.
+    The peer's process holds the sockets ``connections`` open.
     """
 
     def __init__(

@@ -77,14 +77,7 @@ class _Window:
 
 
 class Symmetric:
-    """Blocks and windows of this rank.
-
-    Args:
-        segment: memory that this rank writes.
-        peers: memory that the peers write.
-        mailbox: tells which collectives are finished.
-        rank: this rank.
-    """
+    """Blocks and windows of this rank; the mailbox tells which collectives are finished."""
 
     def __init__(
         self, segment: Segment, peers: Mapping[int, Peer], mailbox: Mailbox, rank: int
@@ -188,12 +181,8 @@ class Symmetric:
     def release_for(self, x: Tensor) -> list[Letter]:
         """Finish this rank's windows over a tensor that is about to be written.
 
-        Args:
-            x: a buffer, or a part of a window. If ``x`` reaches beyond this rank's piece of the
-                window, the window becomes memory of this rank alone.
-
-        Returns:
-            The collectives that the peers must finish before the tensor may be written.
+        If the tensor reaches beyond this rank's piece of a window, the window becomes its memory.
+        Peers must finish the collectives that come back before the tensor is written.
         """
         self._collect()
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zfun.errors import OptionError
-from zfun.options import BOOL, each, integer, one_of, takes
+from zfun.options import each, integer, one_of, takes
 
 # Highly composite numbers: each has more divisors than every smaller number, so a batch of such a
 # multiple can be divided among many numbers of ranks. These reach 720,720 micro-batches.
@@ -115,7 +115,6 @@ def batch_of(
     world_size=integer(1) | None,
     min_ranks=integer(1),
     max_ranks=integer(1) | None,
-    prefer_larger=BOOL,
     version=one_of(0.1, 0.2),
     ranks_per_node=integer(1),
     model_parallel=integer(1),

@@ -162,16 +162,9 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
 
 
 def momentum_for(rule: Rule) -> Schedule | None:
-    """Make the momentum that OneCycle changes beside the learning rate.
+    """Make the momentum that OneCycle changes beside the learning rate, by the steps taken.
 
-    Args:
-        rule: the type, in any case, and the options of the scheduler.
-
-    Returns:
-        A function of the steps taken; ``None`` if the schedule changes no momentum.
-
-    Raises:
-        ConfigError: an option is wrong or does not exist; the message lists all mistakes.
+    The result is ``None`` where the scheduler changes no momentum.
 
     Example:
         >>> cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}

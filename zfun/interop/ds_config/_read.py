@@ -25,12 +25,7 @@ _LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 def is_config(value: Any) -> bool:
     """Whether a value is a configuration, and no dict of options of ``zf.zero``.
 
-    Args:
-        value: any value.
-
-    Returns:
-        Whether :func:`from_ds_config` takes the value: a path, base64, or a dict with a key of the
-        top level and without ``stage``.
+    A configuration is a path, base64, or a dict with a key of the top level and without ``stage``.
 
     Example:
         >>> is_config({"train_batch_size": 8}), is_config({"stage": 3})

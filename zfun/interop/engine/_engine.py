@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -327,7 +327,7 @@ class Engine(Passes):
 
     def _loaded(
         self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]
-    ) -> checkpoint.Loaded:
+    ) -> checkpoint.Loaded[Any]:
         """Load a state that trains the leaves of this one."""
         state = self.state
         if self._groups is not None:
@@ -341,7 +341,7 @@ class Engine(Passes):
 
     def _load_others(
         self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
-    ) -> checkpoint.Loaded | None:
+    ) -> checkpoint.Loaded[Any] | None:
         """Load the state of a run that trains other leaves; ``None`` if there is none."""
         groups = self._groups
         if groups is None:
@@ -421,20 +421,6 @@ class Engine(Passes):
                 "a step takes the parameters; got one inside of engine.averaged(), where the "
                 "module has their average; step after the context"
             )
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in train mode."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the module to train mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to eval mode."""
-        return self.train(False)
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.

@@ -184,10 +184,14 @@ class ParamGroups:
         numbers = set(map(self._key, optim.hyperparams(state)))
         for label, now in options.items():
             before = self._first[label]
+            # Options with other names are those of another rule. A flag has chosen the rule, and
+            # flags come first.
+            is_same_rule = before.keys() == now.keys()
             for name in (*before, *(x for x in now if x not in before)):
                 old, new = before.get(name), now.get(name)
                 is_number = isinstance(new, (int, float, Tensor)) and not isinstance(new, bool)
-                if not (is_number if (label, name) in numbers else old == new):
+                is_free = is_same_rule and (label, name) in numbers
+                if not (is_number if is_free else old == new):
                     return name, old, new
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,20 @@ class HeldModule:
                 f"{' and '.join(away)} in host memory; call reload() first, which is "
                 "reload_states() of DeepSpeed's engine"
             )
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in train mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module to train mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the module to eval mode."""
+        return self.train(False)
 
     @property
     def leaves(self) -> dict[str, nn.Parameter]:

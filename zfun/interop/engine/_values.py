@@ -9,9 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import (
-    UninitializedTensorMixin,  # pyrefly: ignore[missing-module-attribute]
-)
+from torch.nn.parameter import UninitializedTensorMixin  # pyrefly: ignore[missing-module-attribute]
 
 from zfun import checkpoint, stores, tree
 from zfun.collectives import Group, broadcast, sum_group

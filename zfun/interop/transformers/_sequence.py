@@ -19,7 +19,7 @@ from zfun import ops
 from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.modules import functional
-from zfun.options import BOOL, GROUP, instance, one_of, takes
+from zfun.options import instance, one_of, takes
 from zfun.parallel import check_heads, ring_attention, sequence_piece, ulysses
 
 _CONTIGUOUS, _ZIGZAG = "zfun_sequence", "zfun_sequence_zigzag"
@@ -36,9 +36,7 @@ _ROPES_OF_LENGTH = frozenset(["dynamic", "longrope"])
 
 @takes(
     model=instance(PreTrainedModel, "a model of transformers", "model"),
-    axis=GROUP,
     kind=one_of("ulysses", "ring"),
-    zigzag=BOOL,
 )
 def sequence_parallel(
     model: PreTrainedModel, axis: Group, kind: str = "ulysses", *, zigzag: bool = False

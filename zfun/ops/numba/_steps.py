@@ -93,27 +93,24 @@ def _direction(p: Any, mean: Any, square: Any, constants: Any) -> Any:
     return u + p * weight_decay if weight_decay != 0 else u
 
 
-@jit
-def _within(begin: Any, end: Any, start: Any, stop: Any) -> Any:
-    """Cut a segment to a part of the buffer, at whole units of 32 from where it begins."""
-    low = start + max(begin - start + 31, 0) // 32 * 32
-    high = start + max(end - start + 31, 0) // 32 * 32
-    return min(low, stop), min(high, stop)
+def _within(segments: Any, begin: int, end: int) -> Any:
+    """Cut segments to a part of the buffer, at whole units of 32 from where each begins."""
+    start, stop = segments[:, :1], segments[:, 1:]
+    units = np.maximum(np.array([begin, end]) - start + 31, 0) // 32
+    return np.minimum(start + units * 32, stop)
 
 
 @jit
-def _lamb_moments(
-    p: Any, g: Any, m: Any, v: Any, begin: Any, end: Any, constants: Any, segments: Any, rows: Any
-) -> None:
+def _lamb_moments(p: Any, g: Any, m: Any, v: Any, constants: Any, segments: Any, rows: Any) -> None:
     """Write the moments, and add the squares of each segment and of its direction to its two rows.
 
-    A segment is cut at ``begin`` and ``end`` at a multiple of 32 from where it begins. ``segments``
-    are int64 ``[k, 2]``, and ``rows`` int64 ``[k, 2, LIMBS + 1]``, as of ``add_block``.
+    ``segments`` are int64 ``[k, 2]``, and ``rows`` int64 ``[k, 2, LIMBS + 1]``, as of
+    ``add_block``.
     """
     zero = constants[0] - constants[0]
     direction, sums = np.empty(BLOCK, type(zero)), np.empty(BLOCK // 4, np.float64)
     for k in range(segments.shape[0]):
-        low, high = _within(begin, end, segments[k, 0], segments[k, 1])
+        low, high = segments[k, 0], segments[k, 1]
         for first in range(low, high, BLOCK):
             last = min(first + BLOCK, high)
             for at in range(first, last, _CHUNK):
@@ -128,19 +125,11 @@ def _lamb_moments(
 
 @jit
 def _lamb_apply(
-    p: Any,
-    m: Any,
-    v: Any,
-    change: Any,
-    begin: Any,
-    end: Any,
-    constants: Any,
-    segments: Any,
-    factors: Any,
+    p: Any, m: Any, v: Any, change: Any, constants: Any, segments: Any, factors: Any
 ) -> None:
     """Go along each segment's direction, computed again, which costs less than to keep it."""
     for k in range(segments.shape[0]):
-        low, high = _within(begin, end, segments[k, 0], segments[k, 1])
+        low, high = segments[k, 0], segments[k, 1]
         factor = factors[k]
         if change.size:
             for i in range(place(low), place(high)):
@@ -305,7 +294,7 @@ def lamb_moments(
 
     def work(begin: int, end: int) -> None:
         rows = np.stack([new_row()] * 2 * len(pieces)).reshape(len(pieces), 2, -1)
-        run(*arrays, begin, end, numbers, pieces, rows)
+        run(*arrays, numbers, _within(pieces, begin, end), rows)
         found.append(rows[1::2])
 
     in_parts(param.numel(), work)
@@ -334,7 +323,10 @@ def lamb_apply(
             to[end:start].zero_()
         end = stop
     pieces, far = np.array(segments, np.int64).reshape(-1, 2), np.array(factors, kind)
-    in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, numbers, pieces, far))
+    in_parts(
+        param.numel(),
+        lambda begin, end: run(*arrays, numbers, _within(pieces, begin, end), far),
+    )
     torch.autograd.graph.increment_version([param if to is None else to])
     if change is not None and to is not change and to is not None:
         change.copy_(to)

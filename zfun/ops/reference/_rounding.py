@@ -15,11 +15,7 @@ from torch import Tensor
 def fma_into(out: Tensor, x: Tensor, y: Tensor | float, z: Tensor) -> None:
     """Write ``x y + z``, rounded once; ``out`` may be any of the others.
 
-    Args:
-        out: where it goes: float32 or float64, as are all tensors.
-        x: a factor.
-        y: the other; a number is rounded to the dtype first.
-        z: the summand.
+    Tensors are float32 or float64; a number is rounded to the dtype first.
 
     Example:
         >>> x, out = torch.tensor([1.0 + 2.0**-12]), torch.empty(1)
@@ -44,9 +40,7 @@ def fma_into(out: Tensor, x: Tensor, y: Tensor | float, z: Tensor) -> None:
 def root_into(out: Tensor, x: Tensor) -> None:
     """Write the nearest square root; torch's own on CPUs is off by a place now and then.
 
-    Args:
-        out: where it goes: float32 or float64.
-        x: not negative, of the same dtype.
+    ``x`` is not negative, and of the dtype of ``out``: float32 or float64.
     """
     if x.device.type != "cpu":
         torch.sqrt(x, out=out)

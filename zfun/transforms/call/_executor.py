@@ -62,12 +62,7 @@ class CallParams(Protocol):
 
 
 class WholeParams:
-    """Parameters that every rank holds whole: the loss must not write to the views.
-
-    Args:
-        views: by bucket.
-        slots: the leaves, by bucket.
-    """
+    """Parameters that every rank holds whole: the loss must not write to the views."""
 
     diverged: bool | None = None
 
@@ -102,11 +97,8 @@ class WholeParams:
 class Executor:
     """Runs one call of a gradient function, forward and backward; see [Note: one call].
 
-    Args:
-        reducer: collects and reduces the gradients.
-
     Attributes:
-        reducer: as above.
+        reducer: collects and reduces the gradients.
         loss: the started sum of the loss over the ranks, or ``None``.
         tape: of a call whose backward passes the caller runs; see [Note: tapes].
     """
@@ -211,9 +203,7 @@ class Executor:
 def check_recomputed(roots: Sequence[Tensor], unused: Sequence[str]) -> None:
     """Refuse a reentrant checkpoint, which ``torch.autograd.grad`` skips without an error.
 
-    Args:
-        roots: the loss, or the outputs.
-        unused: paths of the leaves without a gradient.
+    ``unused`` has the paths of the leaves without a gradient.
     """
     todo = [root.grad_fn for root in roots]
     seen = set(todo)

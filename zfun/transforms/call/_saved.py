@@ -95,10 +95,8 @@ class SavedViews:
     def current(self, set_aside: Callable[[], None]) -> Iterator[None]:
         """The context of the loss, in which recomputed blocks find this object.
 
-        Args:
-            set_aside: called where a recomputed block begins, so that the first use of a bucket in
-                the block is noted. Not an attribute, because a cycle would keep the gradients of
-                the call alive.
+        ``set_aside`` is called where a recomputed block begins, so that its first use of a bucket
+        is noted. An attribute would be a cycle, and keep the gradients of the call alive.
         """
         token = _current.set((self, set_aside))
         try:

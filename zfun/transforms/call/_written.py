@@ -15,15 +15,10 @@ from zfun.layout import LeafSlot
 def check_unwritten(
     views: Sequence[Tensor], slots: Sequence[LeafSlot], marks: Sequence[int] | None = None
 ) -> None:
-    """Refuse a loss that has written to parameters.
+    """Refuse a loss that has written to parameters; the error names the leaf.
 
-    Args:
-        views: new tensors when the loss got them.
-        slots: the leaves.
-        marks: the :func:`marks_of` the views before the loss, to be compared too.
-
-    Raises:
-        ZfunError: names the leaf.
+    ``views`` were new tensors when the loss got them. ``marks`` are the :func:`marks_of` the views
+    before the loss, to be compared too.
     """
     changed = [view._version for view in views]
     if marks is not None:

@@ -33,15 +33,8 @@ def streamed(
 ) -> StreamedUpdate | None:
     """Prepare an update that goes bucket by bucket; ``None`` for one that must be taken at once.
 
-    Args:
-        optimizer: an optimizer, with or without a placement.
-        grads: gradients of any placement; ``None`` if backward has not made the gradients yet.
-        state: the state.
-        params: parameters with placement ``R`` or ``S``.
-
-    Returns:
-        The update, which has looked at all gradients. ``None`` if the optimizer mixes buckets, or
-        if layouts differ.
+    That is so where the optimizer mixes buckets, or layouts differ. The update has looked at all
+    gradients; without ``grads`` backward has not made them yet.
     """
     layout = params.layout
     if not layout.buckets or optimizer.partial is not None:

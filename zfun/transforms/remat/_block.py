@@ -23,11 +23,8 @@ from zfun.transforms.call._lazy import LazyLeaf, loading
 class Block:
     """A function with all arguments but the tensors.
 
-    Args:
-        fn: the function.
-        leaves: the leaves of the arguments.
-        spec: the structure of ``(args, kwargs)``.
-        generators: generators to restore, in addition to those among the leaves.
+    ``spec`` is the structure of ``(args, kwargs)``. ``generators`` are restored beside those among
+    the leaves.
     """
 
     def __init__(

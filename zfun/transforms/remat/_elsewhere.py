@@ -20,17 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, stores
-from zfun.collectives import (
-    AllGather,
-    Collective,
-    Group,
-    LeafRecord,
-    Stream,
-    Work,
-    check_same,
-    is_checked,
-)
+from zfun import collectives, ops, stores
+from zfun.collectives import AllGather, Collective, Group, LeafRecord, Stream, Work, is_checked
 from zfun.errors import SpecMismatch
 from zfun.stores import Store, Stored, has_queues
 from zfun.transforms.remat._vectors import VectorForm, form_of, tensor_of, vector_of
@@ -61,11 +52,7 @@ class Stays:
 class MovedVector:
     """A tensor that is kept elsewhere, as a vector or as this rank's part of the vector.
 
-    Args:
-        memory: the vector.
-        tensor: the tensor, of which form and device are noted.
-        numel: elements of the whole vector.
-        place: the number of the tensor in its block.
+    ``numel`` counts the whole vector; ``place`` is the number of the tensor in its block.
     """
 
     __slots__ = (
@@ -104,12 +91,9 @@ class MovedVector:
 class Elsewhere:
     """A place for the tensors of one call of a block; see [Note: reads of activations].
 
-    Args:
-        store: the store; ``None`` for the current device.
-        shard_over: the ranks that keep one part each; ``None`` for the whole on every rank.
-        agreed: dtypes and shapes for which the ranks have been compared.
-        runs_again: whether backward runs the block again.
-        name: of the block, for errors.
+    Without a store tensors stay on the device. The ranks of ``shard_over`` keep one part each, and
+    have compared the dtypes and shapes in ``agreed``. ``runs_again`` says that backward runs the
+    block again.
     """
 
     def __init__(
@@ -205,7 +189,7 @@ class Elsewhere:
             "input", f"{tensor.dtype} {tuple(tensor.shape)}", str(ops.fingerprint(tensor))
         )
         try:
-            check_same([entry], group, "activations")
+            collectives.check_same([entry], group, "activations")
         except SpecMismatch as error:
             raise SpecMismatch(
                 "shard_over takes ranks that hold the same activations, such as the ranks of a "

@@ -21,16 +21,9 @@ from zfun.transforms.remat._vectors import is_plain
 def moving_inputs(
     elsewhere: Elsewhere | None, arguments: Sequence[Any], *, results_too: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """Make the context in which a block is called.
+    """Make the context in which a block is called with these arguments.
 
-    Args:
-        elsewhere: the place for activations; ``None`` if nothing moves.
-        arguments: all arguments of the block.
-        results_too: whether autograd also saves results of operations, because nothing is
-            recomputed.
-
-    Returns:
-        The context.
+    With ``results_too`` autograd also saves results of operations, because nothing is recomputed.
     """
     if elsewhere is None:
         return contextlib.nullcontext()

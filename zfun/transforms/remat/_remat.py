@@ -16,7 +16,7 @@ from zfun import policies, tree
 from zfun.collectives import Group
 from zfun.errors import PlacementError
 from zfun.flat import flats
-from zfun.options import FUNCTION, GROUP, STORE, each, function, instance, takes
+from zfun.options import each, function, instance, takes
 from zfun.policies import Policy
 from zfun.stores import Store
 from zfun.transforms.call._call import BoundParams
@@ -113,10 +113,7 @@ class Remat:
 
 
 @takes(
-    fn=FUNCTION,
     policy=function("a function of (op, result)", "zf.policies.matmuls"),
-    store=STORE | None,
-    shard_over=GROUP | None,
     generators=each(
         instance(torch.Generator, "a generator", "torch.Generator()"),
         "a sequence of generators",

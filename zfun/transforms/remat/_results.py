@@ -33,15 +33,7 @@ from zfun.transforms.remat._vectors import is_plain
 def keeping_results(
     policy: Policy, elsewhere: Elsewhere | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Make the dispatch mode for forward and the dispatch mode for recomputation.
-
-    Args:
-        policy: chooses the results to keep.
-        elsewhere: the place for kept results; ``None`` for the current device.
-
-    Returns:
-        The two modes.
-    """
+    """Make the dispatch mode for forward and the dispatch mode for recomputation."""
     kept: dict[int, _KeptResult] = {}
     return _Recording(policy, elsewhere, kept), _Replaying(elsewhere, kept)
 

@@ -12,19 +12,16 @@ from zfun import ops, tree
 from zfun.collectives import Group, LeafRecord, agreement_group, check_same, sum_group
 from zfun.errors import ZfunError
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, Layout, labels_of, layout_of
-from zfun.options import ANY, BOOL, FLOATING, GROUP, NAMES, integer, takes
+from zfun.options import FLOATING, NAMES, integer, takes
 from zfun.placement import PlacementRule, Sharded
 from zfun.sources import Deferred
 from zfun.transforms.values.building import is_on_meta
 
 
 @takes(
-    params=ANY,
-    group=GROUP,
     bucket_bytes=integer(1),
     persistence=integer(0),
     order=NAMES | None,
-    values=BOOL,
     dtype=FLOATING | None,
     compared_as=FLOATING | None,
     placement=PLACEMENT | None,

@@ -23,7 +23,7 @@ from zfun.collectives import (
     sum_group,
 )
 from zfun.flat import Flat, call_site
-from zfun.placement import Piece, Placement
+from zfun.placement import Piece
 from zfun.transforms._notes import noted
 
 
@@ -55,27 +55,21 @@ def communicate(
     value: Flat,
     op: Op,
     over: Group,
-    placement: Placement,
-    group: Group,
     name: str,
     *,
     donate: bool,
     zero_copy: bool = False,
     into: Flat | None = None,
-) -> Flat:
-    """Run a collective over one group, and return the value with a placement over another group."""
+) -> Sequence[Any]:
+    """Run a collective over a group on every bucket, and return the buffers."""
     layout = value.layout
     if (sum_group(over) if isinstance(op, ReduceScatter) else over).size == 1:
-        return value.with_buffers(value.buffers, placement, group)
+        return value.buffers
     if needs_autograd(value.buffers):
-        return value.with_buffers(
-            (
-                _differentiable(op, buffer, over, value.codec, slot.pieces)
-                for buffer, slot in zip(value.buffers, layout.buckets, strict=True)
-            ),
-            placement,
-            group,
-        )
+        return [
+            _differentiable(op, buffer, over, value.codec, slot.pieces)
+            for buffer, slot in zip(value.buffers, layout.buckets, strict=True)
+        ]
     stream = Stream.PARAMS if isinstance(op, AllGather) else Stream.GRADS
     buffers = list(value.buffers)
     if donate:
@@ -83,7 +77,7 @@ def communicate(
     # In shared memory peers may still read inputs and old values after this rank has the sum.
     shares = is_symmetric(over)
     in_place = donate and isinstance(op, AllReduce) and not shares
-    zero_copy = zero_copy and shares and over is group
+    zero_copy = zero_copy and shares
     reused = (
         [None] * len(buffers)
         if into is None or shares or into.layout != layout
@@ -123,7 +117,7 @@ def communicate(
         # A reduce-scatter in shared memory runs inside wait(); a second one would only hold memory.
         settle(0 if shares and isinstance(op, ReduceScatter) else MAX_UNDER_WAY)
     settle(0)
-    return value.with_buffers(out, placement, group)
+    return out
 
 
 def _differentiable(

@@ -107,31 +107,9 @@ def describe(value: tree.Tree) -> Description:
             rows += _rows_of(leaf, prefix)
             for buffer in leaf.buffers:
                 _count(totals, buffer)
-        elif isinstance(leaf, Tensor):
-            rows.append(
-                Row(
-                    path,
-                    tuple(leaf.shape),
-                    leaf.dtype,
-                    "local",
-                    None,
-                    (0, leaf.numel()),
-                    str(leaf.device),
-                )
-            )
-            _count(totals, leaf)
-        elif isinstance(leaf, stores.Stored):
-            rows.append(
-                Row(
-                    path,
-                    tuple(leaf.shape),
-                    leaf.dtype,
-                    "local",
-                    None,
-                    (0, leaf.shape.numel()),
-                    repr(leaf.store),
-                )
-            )
+        elif isinstance(leaf, Tensor | stores.Stored):
+            shape, here = tuple(leaf.shape), (0, leaf.shape.numel())
+            rows.append(Row(path, shape, leaf.dtype, "local", None, here, _place(leaf)))
             _count(totals, leaf)
     return Description(tuple(rows), totals)
 
@@ -161,6 +139,5 @@ def _place(buffer: Any) -> str:
 
 
 def _count(totals: dict[str, int], buffer: Any) -> None:
-    numel = buffer.shape.numel() if isinstance(buffer, stores.Stored) else buffer.numel()
     where = _place(buffer)
-    totals[where] = totals.get(where, 0) + numel * buffer.dtype.itemsize
+    totals[where] = totals.get(where, 0) + buffer.shape.numel() * buffer.dtype.itemsize

@@ -7,35 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zfun import ops, stores
-from zfun.collectives import (
-    AllGather,
-    AllReduce,
-    Group,
-    ReduceScatter,
-    axis_of,
-    check_shardable,
-    data_axes,
-    replica_group,
-    sum_group,
-)
+from zfun import collectives, ops, stores
+from zfun.collectives import AllGather, AllReduce, Group, ReduceScatter, data_axes, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import FLAT, Flat, call_site, own_pieces
-from zfun.options import ANY, BOOL, GROUP, TEXT, instance, takes
+from zfun.options import ANY, instance, takes
 from zfun.placement import P, Placement, R, S
 from zfun.transforms.values._communicate import communicate
 
 
 @ops.uncompiled
-@takes(
-    value=ANY,
-    placement=instance(Placement, "a placement", "zf.R"),
-    group=GROUP,
-    name=TEXT,
-    donate=BOOL,
-    zero_copy=BOOL,
-    into=FLAT | None,
-)
+@takes(value=ANY, placement=instance(Placement, "a placement", "zf.R"), into=FLAT | None)
 def redistribute(
     value: Flat,
     placement: Placement,
@@ -113,21 +95,26 @@ def redistribute(
         kept = (x if group.rank == 0 else torch.zeros_like(x) for x in value.buffers)
         return value.with_buffers(kept, P, group)
     if before is P and placement is R:
-        return communicate(value, AllReduce(), here, R, group, name, donate=donate)
+        sums = communicate(value, AllReduce(), here, name, donate=donate)
+        return value.with_buffers(sums, R, group)
     if before is P:
-        return communicate(value, ReduceScatter(), group, S, group, name, donate=donate)
+        sums = communicate(value, ReduceScatter(), group, name, donate=donate)
+        return value.with_buffers(sums, S, group)
     if placement is P:
         # Of replicas only the first contributes to the sum.
-        replicas = replica_group(here)
+        replicas = collectives.replica_group(here)
         is_first = replicas is None or replicas.rank == 0
         return value.with_buffers(_embedded(value, is_first), P, group)
     if placement is R:
-        return communicate(
-            value, AllGather(), here, R, group, name, donate=donate, zero_copy=zero_copy, into=into
+        zero_copy = zero_copy and here is group
+        whole = communicate(
+            value, AllGather(), here, name, donate=donate, zero_copy=zero_copy, into=into
         )
-    if (across := replica_group(group)) is not None:
-        return communicate(value, AllGather(), across, S, group, name, donate=donate)
-    across = replica_group(here)
+        return value.with_buffers(whole, R, group)
+    if (across := collectives.replica_group(group)) is not None:
+        joined = communicate(value, AllGather(), across, name, donate=donate)
+        return value.with_buffers(joined, S, group)
+    across = collectives.replica_group(here)
     assert across is not None
     pieces = (x.view(across.size, -1)[across.rank] for x in value.buffers)
     return value.with_buffers(pieces, S, group)
@@ -145,12 +132,13 @@ def _check_target(value: Flat, placement: Placement, group: Group) -> None:
             "value and shard it over the other group"
         )
     if placement is S:
-        check_shardable(group, "redistribute()")
+        collectives.check_shardable(group, "redistribute()")
         for slot in value.layout.buckets:
             slot.span(group.rank, group.size)
     elif placement is P and sum_group(group) is not group:
+        axis = collectives.axis_of(group)
         raise PlacementError(
-            f"a value is partial over a whole mesh; got its {axis_of(group)} axis; pass the mesh"
+            f"a value is partial over a whole mesh; got its {axis} axis; pass the mesh"
         )
 
 

@@ -10,8 +10,8 @@ from zfun import ops, tree
 from zfun.collectives import Group, allocate, check_shardable, sum_group
 from zfun.errors import PlacementError
 from zfun.flat import Flat, own_pieces
-from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, LabelFn, place, split_by_label
-from zfun.options import ANY, GROUP, NAMES, OF_LEAVES, integer, one_of, takes
+from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, LabelFn, Layout, place, split_by_label
+from zfun.options import ANY, NAMES, OF_LEAVES, integer, one_of, takes
 from zfun.placement import Placement, PlacementRule, R, S, Sharded
 from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values._redistribute import redistribute
@@ -24,7 +24,6 @@ INIT = one_of("check", "broadcast")
 @ops.uncompiled
 @takes(
     params=ANY,
-    group=GROUP,
     bucket_bytes=integer(1),
     persistence=integer(0),
     init=INIT,
@@ -86,13 +85,21 @@ def shard(
     if isinstance(params, Flat):
         flat = replicate(params, group)
         return flat.with_buffers((_own(piece, group) for piece in own_pieces(flat, group)), S)
-    return _placed(params, group, S, bucket_bytes, persistence, init, labels, order, placement)
+    layout = check_agreement(
+        params,
+        group,
+        bucket_bytes=bucket_bytes,
+        persistence=persistence,
+        order=order,
+        values=init == "check",
+        placement=placement,
+    )
+    return _built(params, group, S, _cut(layout, labels, placement, group), init)
 
 
 @ops.uncompiled
 @takes(
     params=ANY,
-    group=GROUP,
     bucket_bytes=integer(1),
     init=INIT,
     labels=OF_LEAVES | None,
@@ -139,34 +146,29 @@ def replicate(
                 "it first"
             )
         return redistribute(params, R, group)
-    return _placed(params, group, R, bucket_bytes, 0, init, labels, order, placement)
-
-
-def _placed(
-    params: tree.Tree,
-    group: Group,
-    placement: Placement,
-    bucket_bytes: int,
-    persistence: int,
-    init: str,
-    labels: LabelFn | None,
-    order: Sequence[str] | None,
-    cut: Sharded | PlacementRule | None,
-) -> Flat:
-    """Compare a replicated tree across ranks, and build the flat leaf by leaf."""
     layout = check_agreement(
         params,
         group,
         bucket_bytes=bucket_bytes,
-        persistence=persistence,
         order=order,
         values=init == "check",
-        placement=cut,
+        placement=placement,
     )
+    return _built(params, group, R, _cut(layout, labels, placement, group), init)
+
+
+def _cut(
+    layout: Layout, labels: LabelFn | None, cut: Sharded | PlacementRule | None, group: Group
+) -> Layout:
     if labels is not None:
         layout = split_by_label(layout, labels)
-    if cut is not None:
-        layout = place(layout, cut, group.size)
+    return layout if cut is None else place(layout, cut, group.size)
+
+
+def _built(
+    params: tree.Tree, group: Group, placement: Placement, layout: Layout, init: str
+) -> Flat:
+    """Build the flat leaf by leaf."""
     leaves = Leaves(params, group, init)
     flat = build(leaves, layout, group, placement)
     leaves.check()

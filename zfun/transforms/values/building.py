@@ -20,18 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
-from zfun.collectives import (
-    Broadcast,
-    Collective,
-    Group,
-    LeafRecord,
-    Stream,
-    agreement_group,
-    allocate,
-    check_same,
-    global_ranks,
-)
+from zfun import collectives, ops, tree
+from zfun.collectives import Broadcast, Collective, Group, LeafRecord, Stream, global_ranks
 from zfun.errors import LeafError, ZfunError
 from zfun.flat import Flat
 from zfun.layout import FUSED_BYTES, Layout, LeafSlot
@@ -84,7 +74,7 @@ class Leaves:
                 "params)",
                 leaf=path,
             )
-        self._ranks = agreement_group(group)
+        self._ranks = collectives.agreement_group(group)
         self._sends = init == "broadcast" and self._ranks.size > 1
         self._compared_as = compared_as
         self._is_own = is_own
@@ -154,7 +144,7 @@ class Leaves:
                 records = [record for record in records if record.path != path]
                 records.append(LeafRecord(path, f"not made ({type(error).__name__}: {error})"))
             try:
-                check_same(records, self._ranks, "parameters")
+                collectives.check_same(records, self._ranks, "parameters")
             except ZfunError:
                 if self._failure is None:
                     raise
@@ -180,20 +170,14 @@ def _elements(value: Tensor | Deferred) -> Tensor:
     return (torch.view_as_real(leaf) if leaf.is_complex() else leaf).contiguous().reshape(-1)
 
 
-def target(
-    layout: Layout,
-    bucket: int,
-    placement: Placement,
-    group: Group,
-    dtype: torch.dtype | None = None,
-) -> Target:
+def target(layout: Layout, bucket: int, placement: Placement, group: Group) -> Target:
     """Return a zeroed buffer of this rank for a bucket: the shard under ``S``, else the whole."""
     slot = layout.buckets[bucket]
-    kind = slot.dtype if dtype is None else dtype
     if placement is not S:
-        return Target(torch.zeros(slot.padded_numel, dtype=kind, device=layout.device), 0)
+        return Target(torch.zeros(slot.padded_numel, dtype=slot.dtype, device=layout.device), 0)
     start, stop = slot.span(group.rank, group.size)
-    return Target(allocate(group, stop - start, kind, layout.device).zero_(), start)
+    own = collectives.allocate(group, stop - start, slot.dtype, layout.device)
+    return Target(own.zero_(), start)
 
 
 @torch.no_grad()

@@ -135,10 +135,7 @@ SGD = {"lr": 0.1, "momentum": 0.9}
         (lambda p, on: torch.optim.SGD(p, **SGD, nesterov=on), "nesterov"),
         (lambda p, on: torch.optim.SGD(p, **SGD, maximize=on), "maximize"),
         # With dampening the rule is torch's own, whose numbers have other names.
-        (
-            lambda p, on: torch.optim.SGD(p, **SGD, dampening=0.5 * on),
-            "(dampening|lr|learning_rate)",
-        ),
+        (lambda p, on: torch.optim.SGD(p, **SGD, dampening=0.5 * on), "dampening"),
         (lambda p, on: torch.optim.RAdam(p, betas=(0.5 if on else 0.9, 0.9)), "betas"),
         (lambda p, on: torch.optim.Adam(p, amsgrad=on), "amsgrad"),
     ],

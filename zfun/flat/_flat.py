@@ -1,6 +1,4 @@
-"""Flat: a tree of tensors as a few flat buffers that know their placement.
-
-Nothing here communicates; ``zfun.reductions`` has the functions that need values of all ranks.
+"""A tree of tensors as a few flat buffers that know their placement.
 
 [Note: flats]
 ``Flat(buffers, placement, layout, group)`` is a tree node whose children are
@@ -22,50 +20,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, NoReturn
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import tree
 from zfun.collectives import Group, allocate, axis_of, is_symmetric
-from zfun.errors import (
-    DonatedStateError,
-    OptionError,
-    PlacementError,
-    SpecMismatch,
-    check_process,
-)
-from zfun.layout import LAYOUT, BucketSlot, Layout, unique_leaves
-from zfun.options import (
-    ANY,
-    DTYPE,
-    GROUP,
-    TEXT,
-    each,
-    instance,
-    integer,
-    number,
-    one_of,
-    takes,
-)
+from zfun.errors import DonatedStateError, OptionError, PlacementError, SpecMismatch, check_process
+from zfun.layout import Layout
+from zfun.options import each, instance, takes
 from zfun.placement import P, Placement, R, S
-from zfun.sources import Deferred
 from zfun.typing import Params
-
-__all__ = [
-    "Flat",
-    "LeafSpan",
-    "Life",
-    "call_site",
-    "change_layout",
-    "check_same_layout",
-    "consume",
-    "flats",
-    "leaf_spans",
-    "ravel",
-    "unravel",
-]
 
 
 class Life:
@@ -108,7 +74,7 @@ class Life:
 def call_site() -> str:
     """Name the innermost line outside zfun that led here."""
     # With the separator, because the path of another folder may begin like that of the package.
-    package = f"{Path(__file__).parent}{os.sep}"
+    package = f"{Path(__file__).parent.parent}{os.sep}"
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
@@ -303,7 +269,7 @@ tree.register(
 )
 
 
-@takes(values=each(FLAT, "a list of Flats", "[flat]"), consumed_by=TEXT)
+@takes(values=each(FLAT, "a list of Flats", "[flat]"))
 def consume(values: Sequence[Flat], consumed_by: str) -> None:
     """Mark values whose buffers a step has taken over, so that any later use raises."""
     for flat in values:
@@ -319,7 +285,7 @@ def flats(value: tree.Tree) -> list[Flat]:
     ]
 
 
-@takes(first=FLAT, second=FLAT, what=TEXT)
+@takes(first=FLAT, second=FLAT)
 def check_same_layout(first: Flat, second: Flat, what: str) -> None:
     """Raise :class:`SpecMismatch` if two flats do not lie alike."""
     if first.layout != second.layout:
@@ -331,227 +297,6 @@ def check_same_layout(first: Flat, second: Flat, what: str) -> None:
         )
 
 
-@takes(
-    params=ANY,
-    layout=LAYOUT,
-    group=GROUP,
-    placement=one_of(R, P),
-    scale=number(),
-    dtypes=each(DTYPE, "a sequence of dtypes", "[torch.float32]") | None,
-)
-def ravel(
-    params: tree.Tree,
-    layout: Layout,
-    group: Group,
-    placement: Placement = R,
-    *,
-    scale: float = 1.0,
-    dtypes: Sequence[torch.dtype] | None = None,
-) -> Flat:
-    """Copy a tree into new flat buffers; the inverse of :func:`unravel`.
-
-    Args:
-        params: a tree that fits the layout.
-        layout: where each leaf goes.
-        group: the ranks that share the flat.
-        placement: of the leaves: ``R`` or ``P``.
-        scale: factor applied to every element.
-        dtypes: one dtype for each bucket, to which leaves of any dtype are cast; by default those
-            of the layout, which the leaves must have.
-
-    Returns:
-        A flat that shares no memory with ``params``.
-
-    Raises:
-        SpecMismatch: the tree does not fit the layout.
-        LeafError: a leaf is not a tensor.
-        OptionError: ``dtypes`` has more or fewer dtypes than the layout has buckets.
-
-    Example:
-        >>> import zfun as zf
-        >>> w = {"w": torch.ones(2)}
-        >>> zf.simulate(1, lambda group: unravel(ravel(w, zf.layout.layout_of(w), group)))
-        [{'w': tensor([1., 1.])}]
-    """
-    if dtypes is not None and len(dtypes) != len(layout.buckets):
-        raise OptionError(
-            f"ravel() takes one dtype for each bucket of the layout; got {len(dtypes)} dtypes for "
-            f"{len(layout.buckets)} buckets; leave dtypes out for those of the layout"
-        )
-    return Flat(ravel_buckets(params, layout, scale=scale, dtypes=dtypes), placement, layout, group)
-
-
-def ravel_buckets(
-    params: tree.Tree,
-    layout: Layout,
-    *,
-    scale: float = 1.0,
-    dtypes: Sequence[torch.dtype] | None = None,
-) -> Iterator[Tensor]:
-    """Copy a tree into new flat buffers, one after the other; see :func:`ravel`."""
-    values = unique_leaves(params, layout, any_dtype=dtypes is not None)
-    for bucket, dtype in zip(
-        layout.buckets,
-        [bucket.dtype for bucket in layout.buckets] if dtypes is None else dtypes,
-        strict=True,
-    ):
-        yield ops.ravel(
-            [
-                leaf.load() if isinstance(leaf, Deferred) else leaf.detach()
-                for leaf in map(values.__getitem__, bucket.leaves)
-            ],
-            [layout.leaves[i].offset for i in bucket.leaves],
-            bucket.padded_numel,
-            dtype=dtype,
-            device=layout.device,
-            scale=scale,
-        )
-
-
-@takes(flat=FLAT)
-def unravel(flat: Flat) -> tree.Tree:
-    """View the whole buffers of a flat as a tree: zero-copy.
-
-    Args:
-        flat: with placement ``R`` or ``P``.
-
-    Returns:
-        A tree of views; tied leaves are one tensor.
-
-    Raises:
-        PlacementError: the flat is sharded.
-    """
-    if flat.placement is S:
-        raise PlacementError(
-            "unravel() views whole buffers; got a Flat with placement S; unshard() it"
-        )
-    return unravel_buffers(flat.buffers, flat.layout)
-
-
-def unravel_buffers(buffers: Iterable[Tensor], layout: Layout) -> tree.Tree:
-    """View whole buffers as the tree of a layout: zero-copy, and differentiable."""
-    whole = tuple(buffers)
-    views = [
-        ops.unravel(whole[slot.bucket], slot.offset, slot.shape, slot.dtype)
-        for slot in layout.leaves
-    ]
-    return tree.unflatten(layout.spec, [views[position] for position in layout.positions])
-
-
-@takes(flat=FLAT, layout=LAYOUT)
-def change_layout(flat: Flat, layout: Layout) -> Flat:
-    """Copy whole buffers into another layout of the same leaves.
-
-    Args:
-        flat: with placement ``R`` or ``P``.
-        layout: made from the layout of ``flat`` by :func:`zfun.layout.split_by_label`, or the other
-            way round.
-
-    Returns:
-        A flat with that layout; ``flat`` itself if the layout is equal.
-
-    Raises:
-        PlacementError: the flat is sharded, so every rank would need shards of other ranks.
-        SpecMismatch: the layout has other leaves.
-    """
-    if flat.layout == layout:
-        return flat
-    if len(flat.layout.leaves) != len(layout.leaves):
-        raise SpecMismatch(
-            f"change_layout() keeps the leaves; got a layout of {len(layout.leaves)} leaves for a "
-            f"Flat with {len(flat.layout.leaves)}; make the layout with split_by_label()"
-        )
-    if flat.placement is S:
-        raise PlacementError(
-            "an optimizer by label takes sharded values whose buckets have one label each; got a "
-            "Flat with placement S that mixes them; shard the parameters with shard(params, "
-            "group, labels=optimizer.labels)"
-        )
-    dtypes = [
-        flat.buffers[flat.layout.leaves[bucket.leaves[0]].bucket].dtype for bucket in layout.buckets
-    ]
-    changed = ravel(unravel(flat), layout, flat.group, flat.placement, dtypes=dtypes)
-    return changed.with_missed(flat.missed)
-
-
-class LeafSpan(NamedTuple):
-    """The elements of one leaf that lie in a rank's buffers.
-
-    Attributes:
-        path: the tree path of the leaf; of tied leaves the first one.
-        bucket: which of ``flat.buffers``.
-        start: where the elements begin in this buffer.
-        stop: where the elements end; equal to ``start`` on a rank without elements of the leaf.
-        first: the element of the ravelled leaf at ``start``. A complex number is two
-            elements.
-    """
-
-    path: str
-    bucket: int
-    start: int
-    stop: int
-    first: int
-
-
-@takes(flat=FLAT, rank=integer(0) | None)
-def leaf_spans(flat: Flat, rank: int | None = None) -> tuple[LeafSpan, ...]:
-    """Return the elements of each leaf in a rank's buffers, for rules that work leaf by leaf.
-
-    Args:
-        flat: with any placement. Under ``R`` and ``P`` every rank holds whole leaves.
-        rank: the rank whose buffers are meant; by default this one.
-
-    Returns:
-        One span for each leaf of ``flat.layout.leaves``, in their order.
-
-    Example:
-        >>> import zfun as zf
-        >>> def main(group):
-        ...     flat = zf.shard({"w": torch.ones(100), "b": torch.ones(8)}, group)
-        ...     return [tuple(span) for span in leaf_spans(flat)]
-        >>> for spans in zf.simulate(2, main):
-        ...     print(spans)
-        [('w', 0, 0, 96, 0), ('b', 0, 96, 96, 0)]
-        [('w', 0, 0, 4, 96), ('b', 0, 32, 40, 0)]
-    """
-    rank = flat.group.rank if rank is None else rank
-    if rank >= flat.group.size:
-        raise OptionError(
-            f"leaf_spans() takes a rank of the group; got rank {rank} of {flat.group.size} ranks; "
-            "leave rank out for this rank"
-        )
-    spans = []
-    for slot in flat.layout.leaves:
-        begin, end = flat.span(slot.bucket, rank)
-        start, stop = _cut(slot.offset, slot.offset + slot.numel, begin, end)
-        first = min(max(begin - slot.offset, 0), slot.numel)
-        spans.append(LeafSpan(slot.path, slot.bucket, start, stop, first))
-    return tuple(spans)
-
-
-def padding_spans(flat: Flat) -> list[list[tuple[int, int]]]:
-    """Return for each buffer of this rank the ranges ``[start, stop)`` that belong to no leaf."""
-    ends = [0] * len(flat.layout.buckets)
-    found: list[list[tuple[int, int]]] = [[] for _ in ends]
-    # Leaves follow each other within a bucket.
-    for span in sorted(leaf_spans(flat), key=lambda span: span.start):
-        if span.start < span.stop:
-            if span.start > ends[span.bucket]:
-                found[span.bucket].append((ends[span.bucket], span.start))
-            ends[span.bucket] = span.stop
-    for bucket, end in enumerate(ends):
-        begin, stop = flat.span(bucket)
-        if end < stop - begin:
-            found[bucket].append((end, stop - begin))
-    return found
-
-
-def _cut(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
-    """Intersect ``[start, stop)`` with ``[begin, end)``, counted from ``begin``."""
-    first = min(max(start, begin), end)
-    return first - begin, max(first, min(stop, end)) - begin
-
-
 def empty_like(flat: Flat, dtypes: Iterable[torch.dtype], device: Any) -> Flat:
     """Return a flat of uninitialised buffers with the placement, layout and group of another."""
     spans = map(flat.span, range(len(flat.layout.buckets)))
@@ -559,22 +304,3 @@ def empty_like(flat: Flat, dtypes: Iterable[torch.dtype], device: Any) -> Flat:
         torch.empty(stop - start, dtype=dtype, device=device)
         for (start, stop), dtype in zip(spans, dtypes, strict=True)
     )
-
-
-def local_shards(flat: Flat) -> tuple[Tensor, ...]:
-    """Return this rank's piece of every bucket; under ``R`` and ``P`` a slice of the buffer."""
-    if flat.placement is S:
-        return flat.buffers
-    return tuple(own_pieces(flat, flat.group))
-
-
-def own_pieces(flat: Flat, group: Group) -> Iterator[Tensor]:
-    """Yield this rank's piece, as one of a group, of every whole buffer."""
-    for buffer, slot in zip(flat.buffers, flat.layout.buckets, strict=True):
-        yield own_piece(buffer, slot, group)
-
-
-def own_piece(buffer: Tensor, slot: BucketSlot, group: Group) -> Tensor:
-    """Return this rank's piece of a whole buffer."""
-    start, stop = slot.span(group.rank, group.size)
-    return buffer[start:stop]
