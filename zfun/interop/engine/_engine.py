@@ -414,14 +414,6 @@ class Engine(Passes):
         step = lambda state: self.recipe.step(state, batch)
         return self._stepped(step, self._buffers.changed())
 
-    def _check_step(self) -> None:
-        self._check_here("a step", "parameters", "the optimizer's state")
-        if self._is_averaged:
-            raise OptionError(
-                "a step takes the parameters; got one inside of engine.averaged(), where the "
-                "module has their average; step after the context"
-            )
-
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
 

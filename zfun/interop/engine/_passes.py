@@ -239,6 +239,14 @@ class Passes(HeldModule):
                 found[name] = -value if now is None else now - value
         return found
 
+    def _check_step(self) -> None:
+        self._check_here("a step", "parameters", "the optimizer's state")
+        if self._is_averaged:
+            raise OptionError(
+                "a step takes the parameters; got one inside of engine.averaged(), where the "
+                "module has their average; step after the context"
+            )
+
     def _stepped(self, step: Callable[[ZeroState], Any], new_buffers: Sequence[bool]) -> StepInfo:
         """Step with the numbers that the groups have now, and begin the calls of the next step."""
         if self._groups is not None:
