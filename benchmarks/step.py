@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -32,6 +33,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,15 @@ class Held:
 _held: list[Held] = []
 
 
+def hold(group: zf.Group, make: Callable[[], Step], data: Any) -> Steps:
+    """Make the step of a contender, and take the first ones; the weights exist before."""
+    resident = resident_bytes()
+    gc.collect()
+    forget_peak()
+    _held[:] = [Held(make(), data, resident)]
+    return take(group, WARM_STEPS)
+
+
 def prepare(group: zf.Group, job: Job) -> Steps:
     """Make a contender, and take the first steps."""
     torch.set_num_threads(job.threads)
@@ -102,14 +113,12 @@ def prepare(group: zf.Group, job: Job) -> Steps:
     warm(next(tiny.batches(group.rank, group.size)))
     del warm
     model = model_of(job.preset)
-    module = model.build()
-    resident = resident_bytes()
-    gc.collect()
-    forget_peak()
-    step = CONTENDERS[job.name](Setting(model, module, group, job.half))
-    del module
-    _held[:] = [Held(step, model.batches(group.rank, group.size), resident)]
-    return take(group, WARM_STEPS)
+    modules = [model.build()]  # emptied, so that no frame keeps the whole weights
+    return hold(
+        group,
+        lambda: CONTENDERS[job.name](Setting(model, modules.pop(), group, job.half)),
+        model.batches(group.rank, group.size),
+    )
 
 
 def take(group: zf.Group, count: int) -> Steps:
@@ -138,11 +147,21 @@ def resident_bytes() -> int:
 
 @dataclass
 class Contender:
-    """Processes of one contender, with all measurements so far, by step and rank."""
+    """Processes of one contender, with all measurements so far, by step and rank.
 
-    job: Job
+    Attributes:
+        job: what the ranks do.
+        ranks: how many there are.
+        shared_memory: see :class:`Workers`.
+        prepare: makes the contender from its job.
+        context: the start method of the processes.
+    """
+
+    job: Any
     ranks: int
     shared_memory: bool | None
+    prepare: Callable[[zf.Group, Any], Steps] = prepare
+    context: Any = None
     workers: Workers | None = None
     seconds: list[list[float]] = field(default_factory=list)
     cpu_seconds: list[list[float]] = field(default_factory=list)
@@ -157,8 +176,9 @@ class Contender:
                 timeout_s=1800.0,
                 collective_timeout_s=300.0,
                 shared_memory=self.shared_memory,
+                context=self.context,
             )
-            self._add(self.workers.run(prepare, self.job), timed=False)
+            self._add(self.workers.run(self.prepare, self.job), timed=False)
         before, began = loopback.received_bytes(), time.perf_counter()
         found = self.workers.run(take, count)
         idle = IDLE_BYTES_PER_S[0] * (time.perf_counter() - began)
@@ -175,9 +195,9 @@ class Contender:
             self.cpu_seconds += [
                 list(times) for times in zip(*(rank.cpu_seconds for rank in ranks), strict=True)
             ]
-        # zfun reports the loss over all ranks, others that of a rank.
+        # zfun reports the loss over all ranks, others that of a rank, and a stage of theirs none.
         self.losses += [
-            sum(losses) / len(losses)
+            statistics.fmean(loss for loss in losses if not math.isnan(loss))
             for losses in zip(*(rank.losses for rank in ranks), strict=True)
         ]
         self.peak = max(self.peak, *(rank.peak for rank in ranks))

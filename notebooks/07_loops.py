@@ -164,10 +164,10 @@ print(f"elements of the frozen matrix: {PRETRAINED.numel()}")
 # %% [markdown]
 # ## EMA: an average beside the state
 #
-# `zf.optim.ema` keeps an exponential moving average (EMA) of the parameters beside any optimizer, and
-# `averaged(state)` puts it in their place. The average is sharded as the moments are, and nothing is
-# sent while you train. With a large learning rate the parameters jitter around the minimum, and the
-# average lies nearer to it.
+# `zf.optim.ema` keeps an exponential moving average (EMA) of the parameters beside any
+# optimizer, and `averaged(state)` puts it in their place. The average is sharded as the moments
+# are, and nothing is sent while you train. With a large learning rate the parameters jitter around
+# the minimum, and the average lies nearer to it.
 
 # %%
 TARGET = values(16, 1, seed=30)

@@ -524,3 +524,82 @@ def peaks(rows: Mapping[str, Any]) -> Figure:
         fontsize=9,
     )
     return figure
+
+
+def cells(meshes: Sequence[Mapping[str, int]], num_blocks: int) -> Figure:
+    """Draw the part of the model that each rank of some meshes holds.
+
+    Args:
+        meshes: the sizes of ``pp``, ``dp`` and ``tp``; ranks along the last are neighbours.
+        num_blocks: of the model.
+    """
+    figure, panels = plt.subplots(2, -(-len(meshes) // 2), figsize=(10.5, 4.6))
+    figure.subplots_adjust(left=0.03, right=0.99, top=0.92, bottom=0.08, hspace=0.42)
+    colours = plt.get_cmap("viridis")
+    for axes, sizes in zip(panels.ravel(), meshes, strict=False):
+        pp, dp, tp = (sizes[name] for name in ("pp", "dp", "tp"))
+        width, height = num_blocks / pp, 1 / tp
+        for rank in range(pp * dp * tp):
+            stage, data, part = rank // (dp * tp), rank // tp % dp, rank % tp
+            left, top = stage * width + data * width / dp, part * height
+            place = 0.15 + 0.8 * data / max(1, dp - 1)
+            axes.add_patch(
+                plt.Rectangle(
+                    (left, top),
+                    width / dp,
+                    height,
+                    facecolor=colours(place),
+                    edgecolor="white",
+                    alpha=0.75,
+                )
+            )
+            axes.text(
+                left + width / dp / 2,
+                top + height / 2,
+                str(rank),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=INK if place > 0.5 else "white",
+            )
+        for stage in range(1, pp):
+            axes.axvline(stage * width, color=INK, linewidth=1.6)
+        axes.set_xlim(0, num_blocks)
+        axes.set_ylim(1, 0)
+        axes.set_yticks([])
+        axes.set_xticks(range(0, num_blocks + 1, 2))
+        axes.tick_params(labelsize=8, colors=INK)
+        axes.set_title(
+            " ".join(f"{name}={count}" for name, count in sizes.items()),
+            loc="left",
+            fontsize=10,
+            color=INK,
+        )
+    return figure
+
+
+def by_axis(rows: Mapping[str, Mapping[str, int]]) -> Figure:
+    """Draw the bytes that a rank sends along each axis, as stacked bars."""
+    colours = {"pp": "#D55E00", "dp": "#0072B2", "tp": "#E69F00"}
+    figure, axes = plt.subplots(figsize=(10.5, 0.5 * len(rows) + 1.3))
+    figure.subplots_adjust(left=0.17, right=0.98, top=0.86, bottom=0.22)
+    for y, row in enumerate(rows.values()):
+        left = 0.0
+        for name, count in row.items():
+            axes.barh(y, count / KB, 0.6, left, color=colours[name], edgecolor="white")
+            left += count / KB
+        axes.text(left, y, f" {left:,.0f}", va="center", fontsize=9, color=INK)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    dress(axes, "sent by a rank in a step, KiB: the most along each axis", "x")
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(
+        handles=handles,
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0.16, -0.01),
+        ncols=3,
+        handlelength=1.1,
+        handleheight=1.1,
+    )
+    return figure

@@ -394,6 +394,19 @@ case(
 )
 
 # Model axes.
+case(
+    "parallel.schedules.draw",
+    lambda g: {
+        "schedule": SCHEDULE,
+        "title": "1F1B",
+        "forward": 1.0,
+        "inputs": 1.0,
+        "weights": 1.0,
+    },
+    forward=("zero", "half", "10**30"),
+    inputs=("zero", "half", "10**30"),
+    weights=("zero", "half", "10**30"),
+)
 case("parallel.model_axes", lambda g: {"loss": loss})
 
 
@@ -424,6 +437,26 @@ case(
     "parallel.TensorStyle",
     lambda g: {"name": "packed_colwise", "parts": (4, 2), "heads": 2},
     lambda g, style: style.cut("w", (6, 2), 2),
+)
+
+case(
+    "parallel.expert_parallel",
+    lambda g: {"loss": cut_loss, "axis": g, "experts": ("b",), "gathered": ("w",)},
+    lambda g, fn: fn({name: leaf.chunk(2)[g.rank] for name, leaf in params().items()}, BATCH),
+    2,
+)
+case(
+    "parallel.dispatch",
+    lambda g: {
+        "experts": lambda rows, ids: rows,
+        "x": WEIGHTS,
+        "chosen": torch.tensor([[0], [1]]),
+        "weights": torch.ones(2, 1),
+        "axis": g,
+        "num_experts": 2,
+    },
+    same,
+    2,
 )
 
 # Sequences.

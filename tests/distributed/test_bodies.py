@@ -13,6 +13,7 @@ from tests.distributed import processes, simulated
 from tests.distributed.programs import (
     bodies,
     branches,
+    experts,
     optimizers,
     placements,
     pullbacks,
@@ -52,6 +53,7 @@ BODIES = [
     *optimizers.BODIES,
     *placements.BODIES,
     *pullbacks.BODIES,
+    experts.trained_over_experts,
     sequences.trained_over_sequences,
     *unused.BODIES,
 ]

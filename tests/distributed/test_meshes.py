@@ -13,7 +13,7 @@ import pytest
 import zfun as zf
 from tests.conftest import on_one_core
 from tests.distributed import needs_shared_memory, processes
-from tests.distributed.programs import mesh_bodies, optimizers, sequences, tensor_bodies
+from tests.distributed.programs import experts, mesh_bodies, optimizers, sequences, tensor_bodies
 from zfun.collectives import Workers
 from zfun.errors import PeerLost
 from zfun.testing import assert_same_bits
@@ -36,6 +36,7 @@ BODIES = [
     mesh_bodies.over_two_hosts,
     tensor_bodies.trained_over_tensor_ranks,
     tensor_bodies.refused_over_tensor_ranks,
+    experts.trained_over_experts,
     optimizers.every_optimizer_over_a_mesh,
     sequences.trained_over_sequences,
 ]

@@ -28,9 +28,9 @@ from zfun.checkpoint.format._order import StoredCut, simplified
 from zfun.collectives import Group, model_groups, single_group, sum_group, whole_group
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat, flats
-from zfun.layout import LeafSlot
+from zfun.layout import logical_path
 from zfun.optim import LossScaleState, MasterState, MissedSteps
-from zfun.placement import Cut, Held, P, R, is_first
+from zfun.placement import Cut, P, R, is_first
 from zfun.sources.deferred import memory_of
 from zfun.stores import Stored
 
@@ -212,7 +212,7 @@ def slots_of(part: Part) -> list[PartSlot]:
                 cuts.append(StoredCut(kind.dim, axis.size, kind.parts))
         found.append(
             PartSlot(
-                join(part.path, _first_of(slot)),
+                join(part.path, logical_path(slot)),
                 tuple(shape),
                 dtype,
                 slot.numel,
@@ -227,12 +227,6 @@ def slots_of(part: Part) -> list[PartSlot]:
     return found
 
 
-def _first_of(slot: LeafSlot) -> str:
-    """Return the path of the first of the leaves that are tied to this one, on any rank."""
-    ties = (kind.tied_to for kind in slot.spread if isinstance(kind, Held) and kind.tied_to)
-    return next(ties, slot.path)
-
-
 def ties_of(parts: Sequence[Part]) -> dict[str, str]:
     """Return the keys that share the tensor of another key, and that key."""
     ties: dict[str, str] = {}
@@ -242,7 +236,7 @@ def ties_of(parts: Sequence[Part]) -> dict[str, str]:
         if isinstance(value, Flat):
             layout = value.layout
             for path, position in zip(layout.paths, layout.positions, strict=True):
-                first = _first_of(layout.leaves[position])
+                first = logical_path(layout.leaves[position])
                 if path != first:
                     ties[join(part.path, path)] = join(part.path, first)
         elif isinstance(value, (Tensor, Stored)):

@@ -67,6 +67,7 @@ from zfun.collectives._ops import (
     Reduce,
     ReduceScatter,
     Stream,
+    UnequalAllToAll,
 )
 from zfun.collectives._pieces import from_rows as from_rows
 from zfun.collectives._pieces import start_gather as start_gather
@@ -86,6 +87,7 @@ from zfun.collectives._roles import data_axes as data_axes
 from zfun.collectives._roles import model_groups as model_groups
 from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._roles import whole_group as whole_group
+from zfun.collectives._rows import exchange_rows as exchange_rows
 from zfun.collectives._work import Work
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._local import single_group
@@ -111,6 +113,7 @@ __all__ = [
     "Reduce",
     "ReduceScatter",
     "Stream",
+    "UnequalAllToAll",
     "Work",
     "Workers",
     "abstract_group",

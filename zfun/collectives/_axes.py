@@ -53,8 +53,10 @@ from zfun.collectives._ops import (
     Reduce,
     ReduceScatter,
     Stream,
+    UnequalAllToAll,
 )
 from zfun.collectives._work import Work
+from zfun.errors import OptionError
 
 # Up to this size, one message less saves more time than fewer bytes.
 _SHORT_BYTES = 4096
@@ -110,6 +112,11 @@ def hops_of(op: Op, axes: Sequence[Axis], nbytes: int) -> list[Hop]:
     """Return the hops of this rank for an input of ``nbytes``; ``axes`` are innermost first."""
     if isinstance(op, Broadcast | Reduce):
         return _rooted(op, axes)
+    if isinstance(op, UnequalAllToAll):
+        raise OptionError(
+            f"an all_to_all of unequal parts goes along one axis; got {len(axes)} axes; pass one, "
+            "such as mesh['ep']"
+        )
     hops = [Hop(axis, op) for axis in axes if axis.size > 1]
     if isinstance(op, AllReduce) and nbytes > _SHORT_BYTES and hops:
         *parts, last = hops

@@ -165,6 +165,45 @@ class AllToAll(_Map):
         return nbytes // size * (size - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class UnequalAllToAll(_Map):
+    """Rank i sends ``counts[i][j]`` elements to rank j, one part after the other.
+
+    All ranks know all counts, so they notice at once when these differ.
+
+    Args:
+        counts: the elements from each rank (a row) to each rank.
+        rank: this one.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    rank: int = field(compare=False)
+    kind = "all_to_all"
+
+    @property
+    def dual(self) -> Op:
+        return UnequalAllToAll(tuple(zip(*self.counts, strict=True)), self.rank)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """The elements to each rank."""
+        return self.counts[self.rank]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """The elements from each rank."""
+        return tuple(row[self.rank] for row in self.counts)
+
+    def output_numel(self, numel: int, size: int) -> int:
+        return sum(self.received)
+
+    def sent_bytes(self, nbytes: int, rank: int, size: int, itemsize: int = 1) -> int:
+        return (sum(self.sent) - self.sent[self.rank]) * itemsize
+
+    def __str__(self) -> str:
+        return f"all_to_all of counts with checksum {zlib.crc32(repr(self.counts).encode()):08x}"
+
+
 @takes(destinations=RANKS)
 @dataclass(frozen=True, slots=True)
 class Permute(_Map):
@@ -193,7 +232,16 @@ class Permute(_Map):
         return f"permute to {_shortened(self.destinations)}"
 
 
-Op: TypeAlias = AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute
+Op: TypeAlias = (
+    AllGather
+    | ReduceScatter
+    | AllReduce
+    | Broadcast
+    | Reduce
+    | AllToAll
+    | UnequalAllToAll
+    | Permute
+)
 
 
 STREAM = instance(Stream, "a Stream", "Stream.CONTROL")
@@ -237,6 +285,8 @@ def describe(call: Collective, numel: int, dtype: torch.dtype) -> str:
     """
     name = f" {call.name!r}" if call.name else ""
     part = f" ({call.part})" if call.part else ""
+    if isinstance(call.op, UnequalAllToAll):
+        numel = sum(map(sum, call.op.counts))  # of all ranks, because each has another length
     return (
         f"{call.op}{name}{part} of {numel} {str(dtype).removeprefix('torch.')} on stream "
         f"{call.stream.name}"
@@ -286,6 +336,12 @@ def check_collective(call: Collective, x: Tensor, out: Tensor | None, size: int)
     match op:
         case Broadcast(root) | Reduce(root) if not 0 <= root < size:
             raise _refusal(call, f"has root {root}; the ranks are 0 to {size - 1}")
+        case UnequalAllToAll(counts) if len(counts) != size or sum(op.sent) != x.numel():
+            raise _refusal(
+                call,
+                f"needs the counts of {size} ranks, which sum to the length of its input; got "
+                f"counts of {len(counts)} ranks, {sum(op.sent)} in all, for {x.numel()} elements",
+            )
         case Permute(destinations) if sorted(destinations) != list(range(size)):
             raise _refusal(
                 call,

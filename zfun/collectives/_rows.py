@@ -19,17 +19,28 @@ are put side by side, so that all leaves send one chunk to a rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from zfun import ops, tree
 from zfun.collectives._group import Group
-from zfun.collectives._ops import AllGather, AllToAll, Collective, Op, ReduceScatter, Stream
+from zfun.collectives._ops import (
+    AllGather,
+    AllToAll,
+    Collective,
+    Op,
+    ReduceScatter,
+    Stream,
+    UnequalAllToAll,
+)
 from zfun.collectives._work import Work
 from zfun.errors import LeafError, OptionError, PlacementError
+
+RowCounts: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class _UnderWay:
@@ -92,6 +103,80 @@ class _RowsCall(torch.autograd.Function):
 @ops.uncompiled
 def _apply(rows: Tensor, group: Group, call: Collective, started: _UnderWay | None) -> Tensor:
     return _RowsCall.apply(rows, group, call, started)  # type: ignore[no-any-return]
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """``[n, ...] -> [m, ...]``, where each rank sends some rows to each; see ``exchange_rows``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: Tensor, group: Group, counts: RowCounts, name: str, part: str
+    ) -> Tensor:
+        width = math.prod(x.shape[1:])
+        elements = tuple(tuple(count * width for count in row) for row in counts)
+        op = UnequalAllToAll(elements, group.rank)
+        out = x.new_empty((sum(row[group.rank] for row in counts), *x.shape[1:]))
+        call = Collective(op, name, part)
+        group.start(call, x.contiguous().view(-1), out.view(-1)).wait()
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, ctx.counts, *ctx.labels = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        back = tuple(zip(*ctx.counts, strict=True))
+        return exchange_rows(grad, ctx.group, back, *ctx.labels), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return exchange_rows(tangent, ctx.group, ctx.counts, *ctx.labels)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: tuple[int, None, None, None, None],
+        x: Tensor,
+        group: Group,
+        counts: RowCounts,
+        name: str,
+        part: str,
+    ) -> tuple[Tensor, int]:
+        return exchange_rows(x.movedim(in_dims[0], 1), group, counts, name, part), 1
+
+
+@ops.uncompiled
+def exchange_rows(
+    x: Tensor, group: Group, counts: RowCounts, name: str = "", part: str = ""
+) -> Tensor:
+    """Send ``counts[i][j]`` rows of rank i to rank j; the transpose sends them back.
+
+    ::
+
+        rank                     0          1              0        1
+        x, counts ((1, 2),    [1 2 3]      [4]     ->     [1]    [2 3 4]
+                   (0, 1))
+
+    Args:
+        x: ``[n, ...]``; first the rows for rank 0, then those for rank 1, and so on.
+        group: the ranks.
+        counts: the rows from each rank to each rank, alike on all ranks.
+        name: a name for messages and logs.
+        part: the part of a value.
+
+    Returns:
+        The rows that this rank receives, in the order of the ranks.
+
+    Example:
+        >>> from zfun.collectives import simulate
+        >>> def main(group):
+        ...     x = [torch.tensor([1, 2, 3]), torch.tensor([4])][group.rank]
+        ...     return exchange_rows(x, group, ((1, 2), (0, 1))).tolist()
+        >>> simulate(2, main)
+        [[1], [2, 3, 4]]
+    """
+    return _ExchangeRows.apply(x, group, counts, name, part)  # type: ignore[no-any-return]
 
 
 class Runs(Protocol):

@@ -9,7 +9,6 @@ from zfun.collectives import (
     Collective,
     Group,
     Work,
-    allocate,
     replica_group,
     start_gather,
     start_reduce_scatter_over,
@@ -70,4 +69,5 @@ def sum_bucket(
     if replica_group(group) is not None:
         # Their sum takes the place of the first one.
         return start_reduce_scatter_over(group, call, x)
-    return group.start(call, x, allocate(group, x.numel() // group.size, x.dtype, x.device))
+    make, numel = group.allocate, x.numel() // group.size
+    return group.start(call, x, None if make is None else make(numel, x.dtype, x.device))

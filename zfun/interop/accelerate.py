@@ -23,13 +23,14 @@ from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
+from zfun.interop.engine._torch_states import with_own_constants
 from zfun.recipes import Precision
 
 __all__ = ["Accelerator"]
 
 _FOLDER = "zfun"
 # The attributes of an optimizer that belong to an engine.
-_ATTACHED = ("_zfun_engine", "step", "zero_grad")
+_ATTACHED = ("_zfun_engine", "step", "zero_grad", "load_state_dict")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -192,7 +193,7 @@ class Accelerator(accelerate.Accelerator):
             clip_norm=self.clips_by_default,
             init="broadcast",
         )
-        attach(optimizer, engine)
+        attach(optimizer, engine, groups)
         return engine
 
     def engine_of(self, model: Any = None) -> Engine | None:
@@ -371,8 +372,11 @@ def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> Non
         )
 
 
-def attach(optimizer: Any, engine: Engine) -> None:
-    """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine."""
+def attach(optimizer: Any, engine: Engine, groups: ParamGroups) -> None:
+    """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine.
+
+    Groups that the optimizer loads keep the constants of this run.
+    """
     inner = optimizer.optimizer
 
     def step(closure: Any = None) -> Any:
@@ -387,11 +391,18 @@ def attach(optimizer: Any, engine: Engine) -> None:
             for param in group["params"]:
                 param.grad = None
 
+    load = inner.load_state_dict
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        saved = with_own_constants(engine.state.opt_state, groups, state_dict["param_groups"])
+        load({**state_dict, "param_groups": saved})
+
     # A scheduler that wraps step() looks for its mark.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
     # A scheduler may have wrapped step() before.
     inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
     inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
+    inner.load_state_dict = load_state_dict
 
 
 def detach(optimizer: Any) -> None:

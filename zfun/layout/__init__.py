@@ -8,6 +8,8 @@ from zfun.layout._slots import ALIGNMENT, BucketSlot, LabelFn, Layout, LeafSlot
 from zfun.layout._slots import LAYOUT as LAYOUT
 from zfun.layout._slots import PLACEMENT as PLACEMENT
 from zfun.layout._slots import aligned as aligned
+from zfun.layout._slots import logical_leaf as logical_leaf
+from zfun.layout._slots import logical_path as logical_path
 from zfun.layout._units import DEFAULT_BUCKET_BYTES, FUSED_BYTES
 
 __all__ = [

@@ -18,6 +18,8 @@ from zfun.layout._slots import (
     Layout,
     LeafSlot,
     aligned,
+    logical_leaf,
+    logical_path,
 )
 from zfun.options import OF_LEAVES, integer, takes
 from zfun.placement import UNIT, PlacementRule, Sharded
@@ -25,11 +27,8 @@ from zfun.placement import UNIT, PlacementRule, Sharded
 
 @functools.lru_cache(maxsize=256)
 def labels_of(layout: Layout, label: LabelFn) -> tuple[Hashable, ...]:
-    """Return the label of each slot of a layout."""
-    return tuple(
-        label(slot.path, torch.empty(slot.shape, dtype=slot.dtype, device="meta"))
-        for slot in layout.leaves
-    )
+    """Return the label of each slot of a layout, one for all copies of a tied leaf."""
+    return tuple(label(logical_path(slot), logical_leaf(slot)) for slot in layout.leaves)
 
 
 @takes(layout=LAYOUT, label=OF_LEAVES)

@@ -42,6 +42,7 @@ class LeafSlot:
         numel: number of elements in the bucket; a complex number counts as two.
         spread: how the leaf comes from one of the logical tree, for each model axis; ``None`` for
             an axis along which every rank has the whole leaf.
+        whole: shape of the logical leaf, where an axis cuts it.
     """
 
     path: str
@@ -51,6 +52,22 @@ class LeafSlot:
     offset: int
     numel: int
     spread: tuple[Cut | Held | None, ...] = ()
+    whole: tuple[int, ...] = ()
+
+
+def logical_leaf(slot: LeafSlot) -> torch.Tensor:
+    """Return a meta tensor for the leaf of the logical tree, as functions of leaves get it."""
+    return torch.empty(slot.whole or slot.shape, dtype=slot.dtype, device="meta")
+
+
+def logical_path(slot: LeafSlot) -> str:
+    """Return the path of the first of the leaves that are tied to this one, on any rank.
+
+    Ranks of a model axis may have a tied leaf under different paths. Whatever is said by path, such
+    as a label or a number of steps, goes by this one, so that all copies take the same steps.
+    """
+    ties = (kind.tied_to for kind in slot.spread if isinstance(kind, Held) and kind.tied_to)
+    return next(ties, slot.path)
 
 
 @dataclass(frozen=True, slots=True)

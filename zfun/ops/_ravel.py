@@ -89,12 +89,12 @@ def ravel_into(
         )
     if is_abstract(out):
         return
-    with torch.no_grad():
-        if taken:
-            from zfun.ops import numba
+    if taken:
+        from zfun.ops import numba
 
-            numba.ravel_into(out, table, float(scale))
-            return
+        numba.ravel_into(out, table, float(scale))
+        return
+    with torch.no_grad():
         triton = triton_for(out)
         if triton is None or not triton.ravel_into(out, tensors, offsets, scale):
             reference.ravel_into(out, tensors, offsets, scale)

@@ -25,7 +25,6 @@ from zfun.ops._norm import total_of_bins
 from zfun.ops._tensors import compiled, is_abstract, is_plain
 
 
-@torch.no_grad()
 def _step(
     rule: str,
     param: Tensor,
@@ -36,15 +35,17 @@ def _step(
 ) -> None:
     """Take a step with the kernels for where the parameters live."""
     arguments = (rule, param, grad, moments, change, constants)
-    triton, taken = triton_for(param), is_abstract(param)
-    if triton is not None:
-        taken = triton.step(*arguments)
-    elif compiled() and is_plain(param):
+    if compiled() and is_plain(param):
         from zfun.ops import numba
 
-        taken = numba.step(*arguments)
-    if not taken:
-        reference.step(*arguments)
+        if numba.step(*arguments):
+            return
+    if is_abstract(param):
+        return
+    with torch.no_grad():
+        triton = triton_for(param)
+        if triton is None or not triton.step(*arguments):
+            reference.step(*arguments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,21 +107,27 @@ def uncompiled(fn: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether all tensors lie in CPU memory as their dtypes, shapes and addresses say."""
-    return all(
-        type(x) in _PLAIN_TYPES
-        and x.is_cpu
-        and x.dtype in _CARRIERS
-        and x.layout is torch.strided
-        and x.is_contiguous()
-        and not x.is_neg()
-        and not x._is_zerotensor()
-        for x in tensors
-    )
+    # A loop, because a generator costs a call for each tensor.
+    for x in tensors:
+        if not (
+            type(x) in _PLAIN_TYPES
+            and x.is_cpu
+            and x.dtype in _CARRIERS
+            and x.layout is torch.strided
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not x._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def as_array(x: Tensor) -> Any:
     """View a plain tensor as the array that compiled CPU kernels take."""
-    return x.detach().view(_CARRIERS[x.dtype]).numpy()
+    dtype = x.dtype
+    carrier = _CARRIERS[dtype]
+    x = x.detach()
+    return x.numpy() if carrier is dtype else x.view(carrier).numpy()
 
 
 def number(dtype: torch.dtype) -> Any:

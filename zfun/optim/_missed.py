@@ -20,6 +20,7 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import CorruptCheckpoint
 from zfun.flat import Flat, leaf_spans
+from zfun.layout import LeafSlot, logical_path
 from zfun.tree import Tree
 
 _Update: TypeAlias = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
@@ -31,7 +32,8 @@ class MissedSteps:
     """How many steps each leaf has missed, because no rank used the leaf.
 
     Attributes:
-        counts: by path, for the leaves that have missed a step.
+        counts: for the leaves that have missed a step; of tied leaves by the first path, because
+            ranks of a model axis may have them under others.
 
     Example:
         >>> MissedSteps({"head": 2}).after(["branch", "head"])
@@ -40,12 +42,15 @@ class MissedSteps:
 
     counts: Mapping[str, int] = field(default_factory=dict)
 
-    def now(self, unused: Sequence[str]) -> Mapping[str, int | None]:
-        """Return ``Flat.missed`` for the gradients of a step that does not use some leaves."""
-        return {**self.counts, **dict.fromkeys(unused)}
+    def of(self, leaves: Sequence[LeafSlot]) -> dict[str, int]:
+        """Return the numbers of leaves of this rank, by their paths on this rank."""
+        firsts = {x.path: logical_path(x) for x in leaves} if self.counts else {}
+        return {path: self.counts[x] for path, x in firsts.items() if x in self.counts}
 
     def after(self, unused: Sequence[str]) -> MissedSteps:
-        """Return the numbers after that step."""
+        """Return the numbers after a step that does not use some leaves, by their first paths."""
+        if not unused:
+            return self
         more = {path: self.counts.get(path, 0) + 1 for path in unused}
         return MissedSteps(dict(sorted({**self.counts, **more}.items())))
 

@@ -160,16 +160,13 @@ def own(leaves: Sequence[Tensor], donate: bool) -> list[Tensor]:
     seen: set[Hashable] = set()
     mine = []
     for leaf in leaves:
-        take = (
-            donate
-            and leaf.is_contiguous()
-            and not leaf.is_conj()
-            and not leaf.is_neg()
-            and memory_of(leaf) not in seen
-        )
-        if take:
-            seen.add(memory_of(leaf))
-        mine.append(leaf if take else _dense(leaf).clone(memory_format=torch.contiguous_format))
+        if donate and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg():
+            memory = memory_of(leaf)
+            if memory not in seen:
+                seen.add(memory)
+                mine.append(leaf)
+                continue
+        mine.append(_dense(leaf).clone(memory_format=torch.contiguous_format))
     return mine
 
 

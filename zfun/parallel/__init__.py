@@ -3,8 +3,11 @@
 from zfun.parallel import schedules
 from zfun.parallel._cuts import LeafRule, ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._cuts import beside_model_axes as beside_model_axes
+from zfun.parallel._experts import check_experts as check_experts
+from zfun.parallel._experts import dispatch, expert_parallel
 from zfun.parallel._local import LocalTree as LocalTree
 from zfun.parallel._pipeline import Pipeline, pipeline
+from zfun.parallel._pipeline_run import StageFunction as StageFunction
 from zfun.parallel._sequence import sequence_batch, sequence_piece, token_mean
 from zfun.parallel._sequence_ring import ring_attention
 from zfun.parallel._sequence_ulysses import check_heads as check_heads
@@ -24,6 +27,8 @@ __all__ = [
     "Pipeline",
     "StylePlan",
     "TensorStyle",
+    "dispatch",
+    "expert_parallel",
     "model_axes",
     "pipeline",
     "ring_attention",

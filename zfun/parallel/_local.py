@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from zfun import ops, tree
 from zfun.collectives import Group, LeafRecord, broadcast, check_same, gather_json, gather_values
 from zfun.errors import OptionError, ZfunError
-from zfun.layout import Layout
+from zfun.layout import Layout, LeafSlot
 from zfun.parallel._cuts import ModelAxis
 from zfun.placement import Cut, Held
 from zfun.sources import Deferred
@@ -28,10 +29,14 @@ class LocalTree:
         params: the logical tree, of tensors and deferred leaves, equal on all ranks.
         axes: the model axes.
         compared_as: the dtype to which floating values are rounded before they are compared.
+        role: ``role(path, leaf)`` says to which part of a state a logical leaf belongs. Leaves that
+            share memory are tied within one part, as in a run without model axes.
 
     Attributes:
         params: the tree of this rank, with holes (``None``) for the leaves of other ranks.
         spreads: how each leaf of the logical tree is spread, by path.
+        specs: meta tensors for the leaves of the logical tree, by path.
+        roles: the role of each leaf of the logical tree, by path.
         device: of the leaves.
 
     Raises:
@@ -40,23 +45,35 @@ class LocalTree:
     """
 
     def __init__(
-        self, params: tree.Tree, axes: Sequence[ModelAxis], compared_as: torch.dtype | None = None
+        self,
+        params: tree.Tree,
+        axes: Sequence[ModelAxis],
+        compared_as: torch.dtype | None = None,
+        role: Callable[[str, Any], Hashable] = lambda path, leaf: None,
     ) -> None:
         self._axes = tuple(axes)
         self._compared_as = compared_as
         self._digests: dict[str, int] = {}
         leaves, self.spec = tree.flatten(params)
         self.paths = tree.paths(params)
-        own = [_spread(path, spec_of(x), axes) for path, x in zip(self.paths, leaves, strict=True)]
-        self.spreads = _together(self.paths, leaves, own)
+        specs = dict(zip(self.paths, map(spec_of, leaves), strict=True))
+        own = [_spread(path, spec, axes) for path, spec in specs.items()]
+        self.roles = {path: role(path, spec) for path, spec in specs.items()}
+        self.specs = {
+            path: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            for path, spec in specs.items()
+        }
+        keys = [
+            (memory_of(leaf), its) for leaf, its in zip(leaves, self.roles.values(), strict=True)
+        ]
+        self.spreads = _together(self.paths, keys, own)
         made: dict[Hashable, Any] = {}
         found = [
-            self._part(path, leaf, spread, made) if self._is_held(spread) else None
-            for path, leaf, spread in zip(self.paths, leaves, own, strict=True)
+            self._part(path, leaf, spread, key, made) if self._is_held(spread) else None
+            for path, leaf, spread, key in zip(self.paths, leaves, own, keys, strict=True)
         ]
         self.params = tree.unflatten(self.spec, found)
         firsts: dict[Hashable, str] = {}
-        keys = [memory_of(leaf) for leaf in leaves]
         self._first = {
             path: firsts.setdefault(key, path) for path, key in zip(self.paths, keys, strict=True)
         }
@@ -66,9 +83,10 @@ class LocalTree:
         pairs = zip(self._axes, spread, strict=True)
         return all(axis.group.rank in x.ranks for axis, x in pairs if isinstance(x, Held))
 
-    def _part(self, path: str, leaf: Any, spread: Spread, made: dict[Hashable, Any]) -> Any:
-        """Return this rank's part of a leaf; tied leaves stay one leaf."""
-        key = memory_of(leaf)
+    def _part(
+        self, path: str, leaf: Any, spread: Spread, key: Hashable, made: dict[Hashable, Any]
+    ) -> Any:
+        """Return this rank's part of a leaf; tied leaves, which have one key, stay one leaf."""
         if key in made:
             return made[key]
         if isinstance(leaf, Deferred):
@@ -130,47 +148,39 @@ class LocalTree:
 
     def placed(self, layout: Layout) -> Layout:
         """Return a layout of this rank's leaves whose slots say how these are spread."""
-        return dataclasses.replace(
-            layout,
-            leaves=tuple(
-                dataclasses.replace(slot, spread=self.spreads[slot.path]) for slot in layout.leaves
-            ),
-        )
+        return dataclasses.replace(layout, leaves=tuple(map(self._placed, layout.leaves)))
 
-    def check_tied(self, trainable: Callable[[str, Any], bool], params: tree.Tree) -> None:
-        """Refuse tied leaves of which one is trained and another is not.
+    def _placed(self, slot: LeafSlot) -> LeafSlot:
+        spread = self.spreads[slot.path]
+        is_cut = any(isinstance(kind, Cut) for kind in spread)
+        whole = tuple(self.specs[slot.path].shape) if is_cut else ()
+        return dataclasses.replace(slot, spread=spread, whole=whole)
 
-        Ranks may hold them under different paths, and would then train different leaves.
-        """
-        chosen = {
-            path: bool(trainable(path, leaf))
-            for path, leaf in zip(self.paths, tree.leaves(params), strict=True)
-        }
-        for path, first in self._first.items():
-            if chosen[path] != chosen[first]:
-                raise OptionError(
-                    "leaves that are tied over a model axis are trained together, or not at all; "
-                    f"trainable() chooses one of {first!r} and {path!r}; choose both or none",
-                    leaf=path,
-                )
+    def asks(self, rule: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+        """Return a rule for leaves of this rank, from one for logical leaves."""
+        # Without the leaves themselves, because layouts are kept by their rules.
+        return functools.partial(_asked, rule, self._first, self.specs)
 
     def selects(self, select: Callable[[str, Any], bool]) -> Callable[[str, Any], bool]:
-        """Return a choice of local leaves, from one of logical leaves."""
+        """Return a choice of local leaves, from one of logical leaves; tied ones come together."""
+        ties: dict[str, list[str]] = {}
+        for path, first in self._first.items():
+            ties.setdefault(first, []).append(path)
 
         def chosen(path: str, leaf: Any) -> bool:
-            shape = [*leaf.shape]
-            for axis, x in zip(self._axes, self.spreads[path], strict=True):
-                if isinstance(x, Cut):
-                    shape[x.dim] *= axis.group.size
-            return select(path, leaf.new_empty(shape))
+            whole = leaf.new_empty(self.specs[path].shape)
+            return any(select(name, whole) for name in ties[self._first[path]])
 
         return chosen
 
-    def logical(self, local: tree.Tree) -> tree.Tree:
+    def logical(
+        self, local: tree.Tree, select: Callable[[str, Any], bool] = lambda path, leaf: True
+    ) -> tree.Tree:
         """Return the logical tree of values of this rank; every rank must call.
 
         Args:
             local: the values of some or all leaves, with holes for the others; alike on all ranks.
+            select: of the values that are there, which logical leaves to return.
         """
         pairs = zip(tree.paths(local), tree.leaves(local), strict=True)
         present = {self._first[path]: leaf for path, leaf in pairs}
@@ -187,7 +197,9 @@ class LocalTree:
             held = [path for path, kind in kinds.items() if isinstance(kind, Held)]
             if held:
                 present |= self._exchanged({path: present.get(path) for path in held}, axis.group)
-        return tree.unflatten(self.spec, [present.get(self._first[path]) for path in self.paths])
+        found = [(path, present.get(first)) for path, first in self._first.items()]
+        is_wanted = lambda path, x: x is not None and select(path, x.to("meta"))
+        return tree.unflatten(self.spec, [x if is_wanted(path, x) else None for path, x in found])
 
     def _exchanged(self, held: Mapping[str, Tensor | None], group: Group) -> dict[str, Tensor]:
         """Send each leaf that some ranks of an axis hold to all of them."""
@@ -207,6 +219,16 @@ class LocalTree:
             mine = mine if leaf is None else leaf.contiguous()
             found[path] = broadcast(mine, group, holder, name="params", part=path)
         return found
+
+
+def _asked(
+    rule: Callable[[str, Any], Any],
+    firsts: Mapping[str, str],
+    specs: Mapping[str, Tensor],
+    path: str,
+    leaf: Any,
+) -> Any:
+    return rule(firsts[path], specs[firsts[path]])
 
 
 def _spread(path: str, leaf: Any, axes: Sequence[ModelAxis]) -> Spread:
@@ -229,12 +251,12 @@ def _spread(path: str, leaf: Any, axes: Sequence[ModelAxis]) -> Spread:
 
 
 def _together(
-    paths: Sequence[str], leaves: Sequence[Any], own: Sequence[Spread]
+    paths: Sequence[str], keys: Sequence[Hashable], own: Sequence[Spread]
 ) -> dict[str, Spread]:
-    """Return the spread of each leaf by path, where tied leaves count as one."""
+    """Return the spread of each leaf by path, where tied leaves, which have one key, are one."""
     ties: dict[Hashable, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        ties.setdefault(memory_of(leaf), []).append(index)
+    for index, key in enumerate(keys):
+        ties.setdefault(key, []).append(index)
     found: dict[int, Spread] = {}
     for members in ties.values():
         kinds = [

@@ -137,7 +137,7 @@ class Pipeline(ParallelLoss):
         """
         batches = split_batch(batch, self.num_micro_batches)
         if not self._is_agreed:
-            self._agree(batches)
+            self._agree(batches, sum_group(group))
         if self._loss is None:
             self._connect(device)
         tied_leaves = self._tied_leaves(slots, spreads)
@@ -201,7 +201,7 @@ class Pipeline(ParallelLoss):
         total, weight = value["total"], value["weight"]
         return total if weight is None else WeightedMean(total, weight)
 
-    def _agree(self, batches: Sequence[Any]) -> None:
+    def _agree(self, batches: Sequence[Any], sums: Group) -> None:
         """Refuse ranks with other schedules or batches before they wait for each other."""
         text = write_csv(self.schedule)
         plan = {
@@ -210,7 +210,9 @@ class Pipeline(ParallelLoss):
             "leaves": self._leaves,
         }
         records = [LeafRecord.of_option(name, value) for name, value in plan.items()]
-        check_same(records, self._axis, "plan of a pipeline", kind="option")
+        for group in (self._axis, sums):
+            if group.size > 1:
+                check_same(records, group, "plan of a pipeline", kind="option")
         # In the first step only, which is where a sampler by global ranks shows.
         records = [
             LeafRecord(f"{path} of micro-batch {k}", "a tensor", str(ops.fingerprint(leaf)))
@@ -348,8 +350,8 @@ def pipeline(
     Raises:
         OptionError: stages that the axis or the schedule does not fit.
         LeafError: from ``init``, for a leaf of no stage.
-        SpecMismatch: from ``step``, for ranks with other plans, or a stage whose results change
-            their shapes.
+        SpecMismatch: from ``step``, for ranks with other plans or batches, or a stage whose results
+            change their shapes.
 
     Example:
         >>> import zfun as zf

@@ -165,7 +165,8 @@ class Channel:
             raise SpecMismatch(
                 "a stage gives one form of results for micro-batches of one form, because the rank "
                 f"that receives them knows no other; {self._name} of {part} are {form} on rank "
-                f"{number}, and were {known} before; pad the results",
+                f"{number}, and were {known} before; pad the results, or "
+                "write a number of the batch that sets their shapes as a string",
                 rank=number,
             )
         # The memory without its graph, so that a group may name it as the output as well: nothing

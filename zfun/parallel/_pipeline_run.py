@@ -327,12 +327,15 @@ def _message(stage: int, kind: str, k: int) -> str:
 
 
 def _key(batch: Any) -> Hashable:
-    """Return what the shapes of a micro-batch are: equal for two that make equal messages."""
+    """Return the shapes of a micro-batch, with its booleans and strings.
+
+    Two with equal keys make messages of one form. Numbers are left out, because one that counts
+    steps would bring a form in every step, so numbers that set shapes are to be strings.
+    """
     parts = open_batch(batch)
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, Tensor)
-        # A number that changes would bring a form in every step.
         else (path, leaf if isinstance(leaf, (bool, str)) else type(leaf))
         for path, leaf in zip(parts.paths, parts.leaves, strict=True)
     )

@@ -90,6 +90,8 @@ class OnCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for kind in types if torch._C._is_torch_function_enabled() else ():
+            if kind.__torch_function__ is torch._C._disabled_torch_function_impl:
+                continue
             # Leaves of stage 3 become tensors first, and call the function again.
             with self:
                 out = kind.__torch_function__(func, types, args, kwargs)

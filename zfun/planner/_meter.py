@@ -38,7 +38,7 @@ from zfun import tree
 from zfun.collectives import Collective, Group, Work
 from zfun.errors import OptionError
 from zfun.optim import MasterState
-from zfun.planner._buffers import STATE, WatchedBuffers
+from zfun.planner._buffers import STATE, WatchedBuffers, storage_of
 from zfun.planner._parts import Bytes, Live
 from zfun.planner._shapes import Shapes
 from zfun.stores import Stored, on_disk
@@ -85,6 +85,11 @@ class Meter(TorchDispatchMode):
         self._num_pauses = 0
         self.listeners: list[Callable[[Any, Any, Any, Any], object]] = []
         self._context = contextlib.ExitStack()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch wraps the dispatch of a mode for its compiler, which costs as much as the dispatch.
+        return False
 
     def __enter__(self) -> Self:
         self._context.enter_context(torch.no_grad())
@@ -172,8 +177,8 @@ class Meter(TorchDispatchMode):
         for x in tensors_in(out):
             if x.untyped_storage().nbytes() < SMALL or self._buffers.find(x) is not None:
                 continue
-            given = [*tensors_in(inputs)] if given is None else given
-            if any(x.untyped_storage()._cdata == y.untyped_storage()._cdata for y in given):
+            given = tensors_in(inputs) if given is None else given
+            if storage_of(x) in map(storage_of, given):
                 continue
             freed = self._buffers.bury()
             when, name = _born()
@@ -204,7 +209,9 @@ class Meter(TorchDispatchMode):
         """Follow no operation."""
         self._num_pauses += 1
         try:
-            yield
+            # The functions are none of the loss, whose mode would only see them pass.
+            with torch._C.DisableTorchFunction():
+                yield
         finally:
             self._num_pauses -= 1
 
@@ -262,15 +269,18 @@ def _device_of(x: Tensor) -> torch.device:
     return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments of operations, which are lists, tuples and dicts at most."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in arguments of operations, which are lists, tuples and dicts at most."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        yield from tensors_in([*value.values()])
+        return [value]
+    found: list[Tensor] = []
+    parts = value.values() if isinstance(value, dict) else value
+    for part in parts if isinstance(value, (list, tuple, dict)) else ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple, dict)):
+            found += tensors_in(part)
+    return found
 
 
 def _born() -> tuple[str, str]:
@@ -297,8 +307,9 @@ class _Watched(Group):
             numel = call.op.output_numel(x.numel(), self.size)
             result = x.new_empty(numel) if out is None else out
             pending = self._group.start(call, x)
-        self._meter.made(f"{call.op.kind} of {call.name} {call.part}".rstrip(), result, x)
-        self._meter.sent(call, x, result)
+        with torch._C.DisableTorchFunction():
+            self._meter.made(f"{call.op.kind} of {call.name} {call.part}".rstrip(), result, x)
+            self._meter.sent(call, x, result)
         operands = x, result
 
         def finish() -> Tensor:

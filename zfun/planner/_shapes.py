@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     in_kernel_invocation_manager,
 )
 from typing_extensions import TypeIs
@@ -19,6 +20,7 @@ from zfun.errors import ZfunError
 from zfun.planner._kernels import shape_of
 
 _aten = torch.ops.aten
+_NO_DISPATCH = torch._C._DisableTorchDispatch
 # Views and copies: most of the operations of a step.
 _VIEWS = {
     _aten._unsafe_view.default,
@@ -52,23 +54,40 @@ class Shapes:
 
     def __init__(self) -> None:
         self._results: dict[Any, tuple[Any, ...]] = {}
+        self._fields: dict[tuple[Any, torch.device], dict[str, Any]] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operation."""
         if func in _VIEWS and not kwargs and _is_at_one_place(args):
             first = args[0]
-            with in_kernel_invocation_manager(first.fake_mode):
+            mode, device = first.fake_mode, first.fake_device
+            is_meta = device.type == "meta"
+            with _NO_DISPATCH() if is_meta else in_kernel_invocation_manager(mode):
                 out = func(*args)
-            return out if out is first else FakeTensor(first.fake_mode, out, first.fake_device)
+            return out if out is first else self._faked(mode, out, device)
         key = _key(func, args, kwargs) if _makes_one(func) else None
         if key in self._results:
             mode, device, shape, stride, dtype = self._results[key]
-            with torch._C._DisableTorchDispatch():
+            with _NO_DISPATCH():
                 out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            return FakeTensor(mode, out, device)
+            return self._faked(mode, out, device)
         out = _answered(func, args, kwargs)
         if key is not None and _is_whole(out, args):
             self._results[key] = out.fake_mode, out.fake_device, out.shape, out.stride(), out.dtype
+        return out
+
+    def _faked(self, mode: FakeTensorMode, x: Tensor, device: torch.device) -> FakeTensor:
+        """Return a fake tensor of a storage, as ``FakeTensor`` does in four times the time."""
+        fields = self._fields.get((mode, device))
+        if fields is None:
+            fields = self._fields[mode, device] = FakeTensor(mode, x, device).__dict__
+        # A tensor on meta tells the device itself; others ask the meter each time.
+        asks = device.type != "meta"
+        out = Tensor._make_subclass(
+            FakeTensor, x, dispatch_device=asks, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(out)
+        out.__dict__.update(fields)
         return out
 
 

@@ -12,6 +12,7 @@ from zfun import collectives, stores, tree
 from zfun.collectives import Group, LeafRecord, gather_values, global_ranks, model_groups
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat, own_piece
+from zfun.layout import logical_path
 from zfun.placement import P, S
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._state import ZeroState
@@ -125,7 +126,7 @@ def first_bad_leaf(grads: Flat) -> str | None:
         first = min([first, *(bucket.leaves[place] for place in places)])
     rows = gather_values(torch.tensor([first], device=layout.device), group, "first bad leaf")
     first = int(rows.min())
-    found = layout.leaves[first].path if first < len(layout.leaves) else None
+    found = logical_path(layout.leaves[first]) if first < len(layout.leaves) else None
     for axis in model_groups(group):
         # Along a model axis ranks have other leaves, or other parts of a leaf.
         found = next((x for x in collectives.gather_json(found, axis, "first bad leaf") if x), None)

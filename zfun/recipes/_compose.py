@@ -9,6 +9,7 @@ from typing import Any
 from zfun import tree
 from zfun.collectives import sum_group
 from zfun.flat import Flat
+from zfun.parallel import StageFunction
 from zfun.recipes._options import ZeroOptions
 from zfun.transforms import (
     cast,
@@ -43,6 +44,7 @@ def gradient_of(
         replace(
             value_and_grad(_loss_of_trained(recipe, fn, frozen)),
             on_unused=hook.left.add if recipe.leaves_out else lambda bucket: None,
+            is_planned=isinstance(fn, StageFunction),
         ),
         sum_group(group),
         reduce_dtype=recipe.precision.reduce,

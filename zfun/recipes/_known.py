@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zfun import tree
 from zfun.errors import SpecMismatch
 from zfun.flat import Flat
-from zfun.layout import LeafSlot
+from zfun.layout import logical_leaf
 from zfun.placement import R, S
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._state import ZeroState
-from zfun.stores import Stored
+from zfun.stores import stored
 from zfun.transforms import check_state, kind_of_state
 
 _PARTS = ("params", "frozen", "opt_state", "buffers")
@@ -37,7 +35,7 @@ class KnownStates:
     def check(self, state: ZeroState) -> None:
         """Raise :class:`SpecMismatch` if the state was made with other options."""
         recipe, params, frozen = self._recipe, state.params, state.frozen
-        stored = [part for part in _PARTS if _is_stored(getattr(state, part))]
+        offloaded = [part for part in _PARTS if stored(getattr(state, part))]
         kind = (
             params.placement,
             params.layout,
@@ -45,7 +43,7 @@ class KnownStates:
             state.loss_scale is None,
             None if state.buffers is None else state.buffers.layout,
             kind_of_state(state.opt_state),
-            stored,
+            offloaded,
         )
         if kind == self._last:
             return
@@ -58,7 +56,7 @@ class KnownStates:
                 f"have {placed!r}; make a state with init() of this zero(), from params(state) of "
                 "the other"
             )
-        _check_places(recipe, state, stored)
+        _check_places(recipe, state, offloaded)
         _check_buffers(recipe, state)
         self._check_trained(state)
         _check_precision(recipe, state)
@@ -92,17 +90,17 @@ class KnownStates:
                 )
 
 
-def _check_places(recipe: ZeroOptions, state: ZeroState, stored: list[str]) -> None:
+def _check_places(recipe: ZeroOptions, state: ZeroState, offloaded: list[str]) -> None:
     offload = recipe.offload
     stores = {"params": offload.params, "frozen": offload.params, "opt_state": offload.optimizer}
-    for part in stored:
+    for part in offloaded:
         if stores.get(part) is None:
             raise SpecMismatch(
                 f"state and step have one place for each part; got a state with {part} in a "
                 f"store for a step that keeps {part} on the device; bring the state back "
                 "with zf.stores.reload(state, store), or pass the offload= of the state"
             )
-    if offload.params is not None and "params" not in stored and state.params.buffers:
+    if offload.params is not None and "params" not in offloaded and state.params.buffers:
         raise SpecMismatch(
             "state and step have one place for each part; got a state with params on the "
             "device for a step that keeps params in a store; move the parts with "
@@ -114,7 +112,7 @@ def _check_buffers(recipe: ZeroOptions, state: ZeroState) -> None:
     rule, path = recipe.buffers, None
     if rule is not None:
         slots = state.params.layout.leaves
-        path = next((x.path for x in slots if rule(x.path, _meta(x)) is not None), None)
+        path = next((x.path for x in slots if rule(x.path, logical_leaf(x)) is not None), None)
     elif state.buffers is not None:
         path = state.buffers.layout.leaves[0].path
     if path is not None:
@@ -152,10 +150,6 @@ def _mismatch(part: str, words: str, option: str, leaf: str | None = None) -> Sp
     )
 
 
-def _is_stored(part: Any) -> bool:
-    return any(isinstance(leaf, Stored) for leaf in tree.leaves(part))
-
-
 def _trained_leaves(trained: Flat, frozen: Flat | None) -> dict[str, bool]:
     """Map the path of every leaf to whether the leaf is trained."""
     still = {} if frozen is None else dict.fromkeys(frozen.layout.paths, False)
@@ -168,12 +162,8 @@ def _is_trained(
     """Ask ``trainable`` about a leaf of a state; where it cannot answer, believe the state."""
     flat = state.params if is_trained or state.frozen is None else state.frozen
     # The leaf may be sharded, so its metadata stands for it.
-    leaf = _meta(flat.layout.leaves[flat.layout.positions[flat.layout.paths.index(path)]])
+    leaf = logical_leaf(flat.layout.leaves[flat.layout.positions[flat.layout.paths.index(path)]])
     try:
         return bool(trainable(path, torch.nn.Parameter(leaf) if is_trained else leaf))
     except Exception:  # noqa: BLE001, the user's code may read numbers that are not there
         return is_trained
-
-
-def _meta(slot: LeafSlot) -> Tensor:
-    return torch.empty(slot.shape, dtype=slot.dtype, device="meta")

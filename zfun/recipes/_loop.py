@@ -27,9 +27,9 @@ from zfun.recipes._compose import gradient_of
 from zfun.recipes._known import KnownStates
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._precision import whole_tree
-from zfun.recipes._start import first_values, local_tree
+from zfun.recipes._start import first_values, local_tree, role_of
 from zfun.recipes._state import StepInfo, Zero, ZeroState
-from zfun.recipes._update import scale_of, split, takes_terms, updated
+from zfun.recipes._update import scale_of, takes_terms, updated
 from zfun.transforms import GradientFunction, MicroBatches, Pullback, Tape, WeightedMean, vjp
 from zfun.transforms.buffers import place_buffers, running
 from zfun.transforms.optimizer._placing import deliver
@@ -84,13 +84,20 @@ class Loop:
         recipe = self.recipe
         check_order(recipe.order, params)
         params = whole_tree(params)
-        axes = model_axes(recipe.loss_fn)
-        if axes:
+        logical, role, rule = params, role_of(recipe), recipe.buffers
+        if axes := model_axes(recipe.loss_fn):
             self.local = local = local_tree(recipe, params, axes, init)
             params = local.params
-        check_same_options(recipe, params)
-        written, params = split(params, recipe.buffers)
-        trained, frozen, opt_state = first_values(recipe, params, init, self.local)
+            # Of the logical leaves, because ranks may hold other parts, or ties under other paths.
+            role = lambda path, leaf: local.roles[path]
+            rule = None if rule is None else local.asks(rule)
+        check_same_options(recipe, logical)
+        if recipe.buffers is None:
+            written = None
+        else:
+            is_buffer = lambda path, leaf: role(path, leaf) == "buffer"
+            written, params = tree.partition(params, is_buffer)
+        trained, frozen, opt_state = first_values(recipe, params, role, init, self.local)
         self.known.made(trained, frozen)
         return ZeroState(
             trained,
@@ -102,7 +109,7 @@ class Loop:
             buffers=place_buffers(
                 written,
                 recipe.group,
-                recipe.buffers,
+                rule,
                 init,
                 None if self.local is None else self.local.placed,
             ),
@@ -128,7 +135,7 @@ class Loop:
             donate=recipe.donate,
             in_backward=recipe.stage >= 2 and not terms and is_whole and scale == 1.0,
             stores_grads=recipe.offload.grads is not None,
-            missed=state.missed.counts if recipe.leaves_out else {},
+            missed=state.missed.of(state.params.layout.leaves) if recipe.leaves_out else {},
         )
         begun = hook.update
         if is_whole and isinstance(batch, MicroBatches):
@@ -189,7 +196,9 @@ class Loop:
         found = tree.combine(
             *(transforms.unshard(part, chosen) for part in parts if part is not None)
         )
-        return found if local is None else local.logical(found)
+        if local is None:
+            return found
+        return local.logical(found) if select is None else local.logical(found, select)
 
     def vjp(
         self, fn: Callable[..., Any], state: ZeroState, batch: Any, buffers: Flat | None = None

@@ -16,8 +16,9 @@ from zfun.flat import Flat
 from zfun.layout import LabelFn, Layout, place, split_by_label
 from zfun.optim import Optimizer
 from zfun.parallel import LocalTree, ModelAxis
-from zfun.placement import Placement, R, S
+from zfun.placement import Placement, R, S, Sharded
 from zfun.recipes._options import ZeroOptions
+from zfun.reductions import checked_rule
 from zfun.sources.deferred import spec_of
 from zfun.sources.scratch import scratch
 from zfun.stores import Store, Stored
@@ -28,9 +29,16 @@ from zfun.transforms.values.building import Leaves, Target, fill, target
 _Fn = Callable[[str, Any], Any]
 
 
-def of_specs(fn: _Fn) -> _Fn:
-    """Let a function of paths and leaves see the spec of a deferred leaf."""
-    return lambda path, leaf: fn(path, spec_of(leaf))
+def role_of(recipe: ZeroOptions) -> _Fn:
+    """Return the function that says whether a leaf is a buffer, trained or frozen."""
+    rule, trainable = recipe.buffers, recipe.trainable
+
+    def role(path: str, leaf: Any) -> str:
+        if rule is not None and rule(path, spec_of(leaf)) is not None:
+            return "buffer"
+        return "trained" if trainable is None or trainable(path, spec_of(leaf)) else "frozen"
+
+    return role
 
 
 def local_tree(
@@ -39,7 +47,8 @@ def local_tree(
     """Return this rank's leaves of a logical tree.
 
     Raises:
-        OptionError: the values are to come from rank 0, or the optimizer looks at whole leaves.
+        OptionError: the values are to come from rank 0, the optimizer looks at whole leaves, or a
+            buffer has a value for each rank and is spread.
         SpecMismatch: ranks of a model axis have other options.
     """
     if init == "broadcast":
@@ -63,10 +72,24 @@ def local_tree(
             f"keeps; got {whole.name or 'such a rule'}; use an element-wise optimizer"
         )
     policy = recipe.precision
-    local = LocalTree(params, axes, policy.param if policy.master is None else None)
-    if recipe.trainable is not None:
-        local.check_tied(of_specs(recipe.trainable), params)
+    role = role_of(recipe)
+    local = LocalTree(params, axes, policy.param if policy.master is None else None, role)
+    _check_own(recipe, local)
     return local
+
+
+def _check_own(recipe: ZeroOptions, local: LocalTree) -> None:
+    """Refuse values of each rank in leaves that not all ranks have whole; all ranks raise alike."""
+    if recipe.buffers is None:
+        return
+    for path, leaf in local.specs.items():
+        is_buffer, is_spread = local.roles[path] == "buffer", any(local.spreads[path])
+        if is_buffer and checked_rule(recipe.buffers)(path, leaf) == "by rank" and is_spread:
+            raise OptionError(
+                "a buffer with the rule 'by rank' is whole on every rank; got one that is spread "
+                f"over a model axis, {path!r}; use 'mean' or 'rank 0', or keep it whole",
+                leaf=path,
+            )
 
 
 def _clips_by_label(optimizer: Optimizer) -> bool:
@@ -89,15 +112,23 @@ def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def first_values(
-    recipe: ZeroOptions, params: tree.Tree, init: str, local: LocalTree | None = None
+    recipe: ZeroOptions,
+    params: tree.Tree,
+    role: _Fn,
+    init: str,
+    local: LocalTree | None = None,
 ) -> tuple[Flat, Flat | None, Any]:
     """Return the trained parameters, the frozen ones, and the optimizer's state.
 
-    The tree has no buffers. ``local`` made it, if the loss goes over model axes.
+    The tree has no buffers; ``role`` says whether a leaf is ``"trained"``. ``local`` made the tree,
+    if the loss goes over model axes.
     """
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.
     compared_as = policy.param if policy.master is None else None
+    placement_rule = recipe.placement
+    if local is not None and not (placement_rule is None or isinstance(placement_rule, Sharded)):
+        placement_rule = local.asks(placement_rule)
 
     def layout_for(part: tree.Tree, labels: LabelFn | None) -> Layout:
         layout = check_agreement(
@@ -109,7 +140,7 @@ def first_values(
             values=init == "check",
             dtype=policy.param,
             compared_as=compared_as,
-            placement=recipe.placement,
+            placement=placement_rule,
         )
         layout = layout if local is None else local.placed(layout)
         layout = layout if labels is None else split_by_label(layout, labels)
@@ -117,7 +148,7 @@ def first_values(
 
     chosen, rest = params, None
     if recipe.trainable is not None:
-        chosen, rest = tree.partition(params, of_specs(recipe.trainable))
+        chosen, rest = tree.partition(params, lambda path, leaf: role(path, leaf) == "trained")
     rule = recipe.rule
     layouts = [layout_for(chosen, rule.labels)]
     if rest is not None and tree.leaves(rest):

@@ -12,12 +12,12 @@ from zfun import ops, stores, tree
 from zfun.collectives import Group, agreement_group, gather_values, global_ranks, sum_group
 from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
+from zfun.layout import LeafSlot, logical_path
 from zfun.placement import P, Placement, R
 from zfun.recipes._checks import check_used, first_bad_leaf
 from zfun.recipes._options import ZeroOptions
-from zfun.recipes._start import of_specs
 from zfun.recipes._state import StepInfo, ZeroState
-from zfun.reductions import BufferRule, merge_buffers, norm_and_counts
+from zfun.reductions import merge_buffers, norm_and_counts
 from zfun.transforms import apply
 from zfun.transforms.optimizer._apply import apply_spending, finish
 from zfun.transforms.optimizer._placing import deliver
@@ -61,7 +61,9 @@ def updated(
     if size == 0.0:
         check_used(state, counts, group)
     unused = _unused_everywhere(grads, counts) if recipe.leaves_out else []
-    grads = grads.with_missed(state.missed.now(unused) if recipe.leaves_out else {})
+    leaves = grads.layout.leaves
+    now = {**state.missed.of(leaves), **{x.path: None for x in unused}} if recipe.leaves_out else {}
+    grads = grads.with_missed(now)
     skipped = not math.isfinite(size)
     bad_leaf = _bad_leaf(recipe, state, grads) if skipped else None
     rate, num_applied = rule.learning_rate(state.opt_state), state.num_applied + (not skipped)
@@ -89,7 +91,7 @@ def updated(
         else recipe.scaler.update(state.loss_scale, not skipped),
         buffers=kept,
         num_applied=num_applied,
-        missed=state.missed if skipped or not unused else state.missed.after(unused),
+        missed=state.missed if skipped else state.missed.after([*map(logical_path, unused)]),
     )
     return new, StepInfo(loss, norm, skipped, bad_leaf, aux, scale, rate, num_applied)
 
@@ -114,14 +116,6 @@ def scale_of(state: ZeroState) -> float:
     return 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
 
 
-def split(params: tree.Tree, rule: BufferRule | None) -> tuple[tree.Tree, tree.Tree]:
-    """Split the buffers from the parameters."""
-    if rule is None:
-        return None, params
-    is_buffer = of_specs(rule)
-    return tree.partition(params, lambda path, leaf: is_buffer(path, leaf) is not None)
-
-
 def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
     """Bring gradients to the placement of the optimizer."""
     if placement is P:
@@ -129,12 +123,12 @@ def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
     return deliver(grads, placement, group, donate=True)
 
 
-def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
+def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[LeafSlot]:
     """Return the leaves that no rank used, in the order of the layout.
 
     ``counts`` says how many leaves each rank did not use; ``grads`` names those of this rank.
     """
-    unused = [slot.path for slot in grads.layout.leaves if slot.path in grads.missed]
+    unused = [slot for slot in grads.layout.leaves if slot.path in grads.missed]
     # A leaf that one of the ranks used is used, and mostly one of them uses all leaves.
     if len(counts) == 1 or min(counts) == 0:
         return unused if len(counts) == 1 else []
@@ -145,7 +139,7 @@ def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[str]:
     if ops.is_abstract(found) or grads.layout.device.type == "meta":
         return unused
     everywhere = found.all(0).tolist()
-    return [slot.path for slot, flag in zip(grads.layout.leaves, everywhere, strict=True) if flag]
+    return [slot for slot, flag in zip(grads.layout.leaves, everywhere, strict=True) if flag]
 
 
 def _unscaled(grads: Flat, scale: float) -> Flat:

@@ -13,6 +13,7 @@ from zfun.stores._base import (
     resident,
     start_read,
 )
+from zfun.stores._base import stored as stored
 from zfun.stores._clean import Cleaned, clean
 from zfun.stores._host import HostStore, host
 from zfun.stores._nvme import NvmeStore, nvme

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -76,7 +75,7 @@ class Counts:
         )
 
 
-class Stored(abc.ABC):
+class Stored:
     """A handle that stands for a tensor in a store.
 
     ``get`` starts the transfer and returns a work handle, whose ``wait()`` returns the tensor. Call
@@ -103,9 +102,9 @@ class Stored(abc.ABC):
         self.store, self.name = store, name
         self.dtype, self.shape = like.dtype, like.shape
 
-    @abc.abstractmethod
     def get(self, device: torch.device) -> Work:
         """Start the transfer to a device."""
+        raise NotImplementedError
 
     def prefetch(self) -> None:
         """Start the transfer of the next ``get`` now, where a store takes time to read."""
@@ -240,6 +239,11 @@ def _label(value: tree.Tree, position: int) -> str:
     return tree.paths(value)[position]
 
 
+def stored(value: tree.Tree) -> list[Stored]:
+    """Return the handles among the leaves of a tree."""
+    return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Stored)]
+
+
 @takes(value=ANY)
 def flush(value: tree.Tree) -> None:
     """Wait until stores keep all tensors of a tree.
@@ -254,7 +258,8 @@ def flush(value: tree.Tree) -> None:
         >>> from zfun.stores import host
         >>> flush({"w": host().put(torch.ones(2), "params")})
     """
-    located(lambda leaf: leaf.flush() if isinstance(leaf, Stored) else None, value)
+    if stored(value):
+        located(lambda leaf: leaf.flush() if isinstance(leaf, Stored) else None, value)
 
 
 @takes(value=ANY, device=instance(torch.device, "a torch.device", "torch.device('cpu')"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from zfun.errors import ZfunError
 from zfun.testing._evidence import Evidence
 from zfun.testing._marks import (
@@ -62,6 +64,38 @@ def likely_cause(evidence: Evidence) -> str:
         if found:
             return found
     return _by_elimination(evidence)
+
+
+def cause_by_axis(evidence: Evidence) -> str:
+    """Return the likely cause of a difference that needs a model axis."""
+    difference, axes = evidence.difference, evidence.case.model_axes
+    if difference.kind == "copies":
+        return (
+            f"the ranks of axis {difference.text!r} share the leaf, and each steps it by its own "
+            "gradient, which is a part of the sum; add the parts over the axis: read the leaf "
+            "through zfun.collectives.enter(leaf, axis), or give it the style "
+            "'replicated_with_grad_allreduce'"
+        )
+    named = " and ".join(f"{name!r} ({count} ranks)" for name, count in axes.items())
+    if difference.kind != "loss" and difference.leaves:
+        found, right = evidence.leaf_of()
+        factor = float((found * right).sum() / right.square().sum())
+        off = float(torch.linalg.vector_norm(found - factor * right))
+        if off <= 4 * evidence.tolerance * float(torch.linalg.vector_norm(found)):
+            for name, count in axes.items():
+                for times in (count, 1 / count):
+                    if abs(factor / times - 1) < 1e-6:
+                        return (
+                            f"wrong divisor: the leaf is off by a factor of {times:.6g}, and axis "
+                            f"{name!r} has {count} ranks; a sum over the axis comes twice, or is "
+                            "missing, or the loss is divided by its size"
+                        )
+    return (
+        f"the case passes with one rank along {named}, so a message along it is missing, or comes "
+        "twice: where whole values meet cut leaves use zfun.collectives.enter(x, axis), and where "
+        "parts of a sum become whole use leave(x, axis); test a collective of your own with "
+        "zfun.testing.assert_adjoint()"
+    )
 
 
 def _by_elimination(evidence: Evidence) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from zfun.parallel import Cut
 from zfun.testing._case import CaseTrace
 from zfun.testing._laws import same_bits
 from zfun.testing._plain import Leaves, PlainStep
@@ -17,12 +18,13 @@ class Difference(NamedTuple):
 
     Attributes:
         step: the step.
-        kind: ``"gradients"``, ``"parameters"``, ``"loss"``, ``"ranks"`` or ``"padding"``.
+        kind: ``"gradients"``, ``"parameters"``, ``"loss"``, ``"ranks"``, ``"copies"`` or
+            ``"padding"``.
         rank: the first rank that differs.
         ranks: all ranks that differ.
         leaves: the places of the leaves that differ, in tree order.
         trace: the run of that rank.
-        text: a message about padding.
+        text: a message about padding, or the axis along which copies differ.
     """
 
     step: int
@@ -46,6 +48,9 @@ def compare(
 ) -> Difference | None:
     """Return the first difference, if there is one."""
     for step in range(len(traces[0].steps)):
+        copies = _differing_copies(step, traces)
+        if copies is not None:
+            return copies
         found = [_difference_at(step, plain[step], trace, tolerance) for trace in traces]
         ranks = [rank for rank, one in enumerate(found) if one is not None]
         if ranks:
@@ -63,6 +68,32 @@ def compare(
             last = len(trace.steps) - 1
             leaves = list(range(len(plain[0].before)))
             return Difference(last, "padding", rank, [rank], leaves, trace, trace.padding)
+    return None
+
+
+def _differing_copies(step: int, traces: Sequence[CaseTrace]) -> Difference | None:
+    """Return the first model axis whose ranks hold other values of a leaf that they share."""
+    places = [trace.mesh for trace in traces if trace.mesh is not None]
+    for index, axis in enumerate(places[0].axes if places else ()):
+        ranks_of: dict[Any, list[int]] = {}
+        for rank, place in enumerate(places):
+            others = tuple(x for name, x in place.coordinates.items() if name != axis)
+            for path in place.leaves[step]:
+                # A slot has the first path of tied leaves.
+                spread = place.spreads.get(path)
+                if spread is not None and not isinstance(spread[index], Cut):
+                    ranks_of.setdefault((path, others), []).append(rank)
+        wrong: dict[int, list[int]] = {}
+        for (path, _), ranks in ranks_of.items():
+            first = places[ranks[0]].leaves[step][path]
+            bad = [r for r in ranks if not same_bits(places[r].leaves[step][path], first)]
+            if bad:
+                leaf = places[0].paths.index(path)
+                wrong.setdefault(leaf, [ranks[0], *bad])
+        if wrong:
+            leaves = sorted(wrong)
+            ranks = wrong[leaves[0]]
+            return Difference(step, "copies", ranks[1], ranks, leaves, traces[ranks[1]], axis)
     return None
 
 

@@ -104,6 +104,14 @@ class Evidence:
         start = self.vector(self.right.before)
         return self.vector(self.seen.params) - start, self.vector(self.right.after) - start
 
+    def leaf_of(self) -> tuple[Tensor, Tensor]:
+        """Return the gradient or change of the first wrong leaf, and the right one."""
+        place = self.difference.leaves[0]
+        if self.difference.kind == "gradients" and self.seen.grads is not None:
+            return self.seen.grads[place], self.right.grads[place]
+        start = self.right.before[place]
+        return self.seen.params[place] - start, self.right.after[place] - start
+
     def vector(self, leaves: Leaves) -> Tensor:
         """Return the elements of all leaves, tied ones once."""
         places = sorted(set(self.problem.first))

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group
+from zfun.collectives import Group, NamedMesh, simulate
+from zfun.collectives import mesh as named_mesh
 from zfun.errors import OptionError
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
 from zfun.optim import as_optimizer
-from zfun.options import FLOATING, FUNCTION, NAMES, each, integer, number, takes
-from zfun.recipes import Zero
-from zfun.testing._case import STANDARD, Case, Seams, feasible
+from zfun.options import FLOATING, FUNCTION, NAMES, each, instance, integer, number, takes
+from zfun.testing._case import STANDARD, Case, Seams, feasible, names_of_model_axes
 from zfun.testing._compositions import COMPOSITION, Composition
 from zfun.testing._difference import Failure
 from zfun.testing._laws import assert_same_bits
@@ -36,6 +37,7 @@ from zfun.typing import Gradient, Loss
 
 @takes(
     loss_fn=FUNCTION,
+    mesh=instance(Mapping, "sizes by name", "{'dp': 2, 'tp': 2}") | None,
     compositions=each(COMPOSITION, "a sequence of compositions", "[Composition()]", least=1) | None,
     sizes=each(integer(1), "a sequence of numbers of ranks", "(1, 2, 4)", least=1) | None,
     num_micro_batches=each(integer(1), "a sequence of numbers", "(1, 2)", least=1) | None,
@@ -48,8 +50,9 @@ def assert_invariant(
     params: tree.Tree,
     batch: Any,
     optimizer: Any,
-    make: Callable[[Group], Zero] | None = None,
+    make: Callable[[Any], Any] | None = None,
     *,
+    mesh: Mapping[str, int] | None = None,
     transform: Callable[[Gradient], Gradient] | None = None,
     wrap_group: Callable[[Group], Group] | None = None,
     compositions: Sequence[Composition] | None = None,
@@ -77,6 +80,11 @@ def assert_invariant(
         optimizer: an optimizer, or an ``(init, update)`` pair.
         make: ``make(group)`` returns the ``init``, ``step`` and ``params`` of a whole loop, such as
             ``zf.zero(...)`` or a :class:`zfun.recipes.Zero` of your own, in place of compositions.
+            With ``mesh=``, ``make(mesh)`` returns the loss over the mesh, such as
+            ``zf.tensor_parallel(loss_fn, mesh["tp"], plan)``.
+        mesh: sizes of axes by name, as for :func:`zfun.mesh`. Stages 0 to 3 run over the axes that
+            the loss of ``make(mesh)`` does not cut; batches differ along these. Ranks that share a
+            leaf must keep equal bits of it.
         transform: your transform of gradient functions, ``gradient_fn -> gradient_fn``: outermost
             in every composition, and around plain autograd.
         wrap_group: ``group -> group``, your own group around the simulated one.
@@ -125,8 +133,21 @@ def assert_invariant(
     )
     if tolerance is None:
         tolerance = _tolerance(problem)
-    search = Search(problem, exact, plain, Seams(make, wrap_group), tolerance)
-    for case in _cases(problem, make is not None, compositions, sizes, num_micro_batches):
+    if mesh is None:
+        seams = Seams(make, wrap_group)
+        cases = _cases(problem, make is not None, compositions, sizes, num_micro_batches)
+    else:
+        given = {
+            "transform": transform,
+            "wrap_group": wrap_group,
+            "compositions": compositions,
+            "sizes": sizes,
+            "num_micro_batches": num_micro_batches,
+        }
+        seams = Seams(loss_over=make)
+        cases = _cases_over_mesh(problem, make, mesh, [x for x in given if given[x] is not None])
+    search = Search(problem, exact, plain, seams, tolerance)
+    for case in cases:
         found = search.find(case)
         if found is not None:
             case, found = search.shrink(case, found)
@@ -269,6 +290,39 @@ def _cases(
         for turn in range(max(len(chosen), 1 if is_made else len(turns))):
             bucket, count = turns[turn % len(turns)]
             yield Case(chosen[turn % len(chosen)], size, num_steps, count, bucket)
+
+
+def _cases_over_mesh(
+    problem: PlainProblem,
+    loss_over: Callable[[NamedMesh], Loss] | None,
+    sizes: Mapping[str, int],
+    refused: Sequence[str],
+) -> Iterator[Case]:
+    """Yield the stages of ZeRO over a mesh."""
+    if loss_over is None or refused:
+        got = "no make=" if loss_over is None else f"{refused[0]}="
+        raise OptionError(
+            "a law over a mesh takes make(mesh), which returns the loss, and runs it at each stage;"
+            f" got {got} beside mesh={dict(sizes)}; pass make=lambda mesh: zf.tensor_parallel("
+            "loss_fn, mesh['tp'], plan), and leave the other out"
+        )
+
+    def names(group: Group) -> tuple[str, ...]:
+        named = named_mesh(group, **sizes)
+        known = names_of_model_axes(named, loss_over(named))
+        return tuple(name for name in named.names if name not in known)
+
+    data = simulate(math.prod(sizes.values()), names)[0]
+    size = math.prod(sizes[name] for name in data)
+    rows = rows_of(problem.batches[0])
+    if problem.split is split_rows and rows is not None and rows % size:
+        raise OptionError(
+            f"the ranks along {', '.join(data)} divide the batch; got {rows} rows for {size} ranks;"
+            f" pass a batch of {size * (rows // size + 1)} rows, or split="
+        )
+    case = Case(None, size, len(problem.batches), mesh=tuple(sizes.items()), data=data)
+    for stage in range(4):
+        yield dataclasses.replace(case, stage=stage)
 
 
 def _sizes(

@@ -9,7 +9,7 @@ import torch
 
 from zfun.errors import NotElementwiseError, ZfunError
 from zfun.testing._case import Case, Seams, feasible, run, simpler
-from zfun.testing._causes import likely_cause
+from zfun.testing._causes import cause_by_axis, likely_cause
 from zfun.testing._difference import Difference, Failure, compare, error_of
 from zfun.testing._evidence import Evidence
 from zfun.testing._plain import PlainProblem, PlainStep
@@ -30,8 +30,11 @@ class Search:
     def find(self, case: Case) -> Difference | Failure | None:
         try:
             traces = run(self.problem, case, self.seams)
-        except ZfunError as error:
-            return Failure(error, error.step or 0)
+        except Exception as error:
+            # A function of a mesh may not know a smaller mesh, which must not hide the difference.
+            if not case.mesh and not isinstance(error, ZfunError):
+                raise
+            return Failure(error, getattr(error, "step", None) or 0)
         return compare(self.plain, traces, self.tolerance)
 
     def shrink(self, case: Case, found: Difference | Failure) -> tuple[Case, Difference | Failure]:
@@ -59,11 +62,12 @@ class Search:
         if isinstance(found, Failure):
             return self._of_error(case, found)
         evidence = Evidence(self.exact, case, self.plain, found, self.tolerance)
+        cause = cause_by_axis(evidence) if case.model_axes else likely_cause(evidence)
         return (
             f"{_rule(evidence)}\n"
             f"  smallest case that fails: {case}\n"
             f"  {_where(evidence)}\n"
-            f"  likely cause: {likely_cause(evidence)}{self._without(case)}"
+            f"  likely cause: {cause}{self._without(case)}"
         )
 
     def _of_error(self, case: Case, found: Failure) -> str:
@@ -100,6 +104,7 @@ def _rule(evidence: Evidence) -> str:
         "parameters": "leaf {} differs after the update",
         "ranks": "leaf {} differs between the ranks",
         "loss": "the loss differs",
+        "copies": f"the copies of leaf {{}} differ along axis {difference.text!r}",
         "padding": "leaf {} and the others of the bucket have padding that is not zero",
     }[difference.kind].format(repr(evidence.path))
     rest = len(difference.leaves) - 1

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import Group
-from zfun.errors import OptionError, SpecMismatch
+from zfun.errors import SpecMismatch
 from zfun.flat import Flat
 from zfun.layout import Layout, split_by_label
 from zfun.placement import R
@@ -64,22 +64,10 @@ def place_buffers(
     layout = check_agreement(tree.combine(own, shared), group, values=False)
     if placed is not None:
         layout = placed(layout)
-        _check_own(layout, set(tree.paths(own)))
     leaves = Leaves(buffers, group, init, is_own=set(tree.paths(own)).__contains__)
     flat = build(leaves, split_by_label(layout, label), group, R)
     leaves.check()
     return flat
-
-
-def _check_own(layout: Layout, own: set[str]) -> None:
-    """Refuse values of each rank in leaves that other ranks of a model axis do not have whole."""
-    for slot in layout.leaves:
-        if slot.path in own and any(kind is not None for kind in slot.spread):
-            raise OptionError(
-                "a buffer with the rule 'by rank' is whole on every rank; got one that is spread "
-                f"over a model axis, {slot.path!r}; use 'mean' or 'rank 0', or keep it whole",
-                leaf=slot.path,
-            )
 
 
 class _CallBuffers:

@@ -78,6 +78,8 @@ def expected(op: Op, inputs: list[Tensor], sizes: list[int], rank: int) -> Tenso
             return torch.cat([x.view(size, x.numel() // size)[rank] for x in inputs])
         case Permute():
             return inputs[op.sources[rank]]
+        case _:
+            raise AssertionError(op)
 
 
 def ops_of(size: int, pick: int) -> list[Op]:

@@ -24,6 +24,7 @@ from zfun.collectives import (
     Permute,
     Reduce,
     ReduceScatter,
+    UnequalAllToAll,
     all_gather,
     all_reduce,
     all_to_all,
@@ -37,6 +38,7 @@ from zfun.collectives.backends._world import evaluate
 from zfun.collectives.gloo import _algorithms
 from zfun.collectives.gloo._algorithms import num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool
+from zfun.testing import same_bits
 
 pytestmark = pytest.mark.timeout(120)
 few = settings(max_examples=40, deadline=None)
@@ -164,6 +166,29 @@ def test_direct_exchange_has_the_results_and_sent_bytes_of_the_definition(
     for out, wanted in zip(outs, expected, strict=True):
         assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
     assert boxes.sent == [op.sent_bytes(nbytes, rank, size, itemsize) for rank in range(size)]
+
+
+@few
+@given(st.data(), st.integers(1, 5), st.sampled_from(DTYPES))
+def test_direct_exchange_moves_unequal_parts(
+    data: st.DataObject, size: int, dtype: torch.dtype
+) -> None:
+    row = st.tuples(*[st.integers(0, 5)] * size)
+    counts = data.draw(st.tuples(*[row] * size))
+    ops = [UnequalAllToAll(counts, rank) for rank in range(size)]
+    inputs = [(torch.arange(sum(op.sent)) + 30 * op.rank).to(dtype) for op in ops]
+    expected = evaluate(ops[0], inputs, [None] * size)
+    outs = [x.new_empty(op.output_numel(len(x), size)) for op, x in zip(ops, inputs, strict=True)]
+    boxes = _Mailboxes(size)
+
+    def program(rank: int) -> None:
+        call, exchange = Collective(ops[rank]), boxes.exchange(rank)
+        start_exchange(call, inputs[rank], outs[rank], rank, size, exchange, BufferPool()).finish()
+
+    _on_all_ranks(size, program)
+    back = evaluate(ops[0].dual, outs, [None] * size)
+    assert same_bits([outs, back], [expected, inputs])
+    assert boxes.sent == [op.sent_bytes(0, op.rank, size, dtype.itemsize) for op in ops]
 
 
 @settings(max_examples=15, deadline=None)

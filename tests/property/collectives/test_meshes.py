@@ -62,6 +62,8 @@ def expected(op: Op, inputs: list[Tensor], num_rows: int, inner: int) -> list[Te
             return [torch.cat([x.view(size, -1)[rank] for x in inputs]) for rank in range(size)]
         case Permute():
             return [inputs[source] for source in op.sources]
+        case _:
+            raise AssertionError(op)
 
 
 def the_ops(size: int, pick: int) -> list[Op]:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import zfun as zf
 from tests.interop.deepspeed_runs import net
@@ -572,9 +573,31 @@ def test_public_code_finds_the_names_that_it_calls() -> None:
     assert draws[0] == draws[1]
     assert utils.required_torch_version(min_version=2.0)
     assert not utils.required_torch_version(max_version=1.9)
+
+
+@pytest.mark.parametrize(
+    ("now", "bounds", "is_inside"),
+    [
+        ("2.6.0+cu124", {"min_version": "2.6.1"}, False),
+        ("2.6.1", {"min_version": "2.6.1"}, True),
+        ("2.6.1", {"max_version": "2.6"}, False),
+        ("2.6.0", {"max_version": 2.6}, True),
+        ("2.10.0a0+git1", {"min_version": "2.9"}, True),
+        ("2.10.0", {"min_version": "2.4.0rc1", "max_version": "2.11.dev1"}, True),
+    ],
+)
+def test_versions_of_torch_are_compared_whole(
+    now: str, bounds: Any, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(now))
+    assert deepspeed.utils.required_torch_version(**bounds) is is_inside
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_results_of_a_checkpointed_function_go_into_the_list(kind: Any) -> None:
     outputs: list[Any] = []
     x = torch.ones(2, requires_grad=True)
-    deepspeed.checkpointing.CheckpointFunction.apply(lambda x: (x * x, x + 1), outputs, x)
+    deepspeed.checkpointing.CheckpointFunction.apply(lambda x: kind([x * x, x + 1]), outputs, x)
     torch.stack(outputs).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [3.0, 3.0]

@@ -240,6 +240,120 @@ def test_steps_that_stages_have_missed_are_saved(tmp_path: Path) -> None:
         assert_same_bits(found, expected)
 
 
+class TiedStages:
+    """Two stages with one tensor, ``0.embed`` and ``1.head``; alone, or each on a rank.
+
+    Without ``used`` in the batch a step leaves this tensor out.
+    """
+
+    @staticmethod
+    def first(params: Any, batch: Any) -> Any:
+        x = batch["x"] @ params["own"]
+        return x @ params["embed"] if batch["used"] else x
+
+    @staticmethod
+    def last(params: Any, x: Any, batch: Any) -> Any:
+        x = x @ params["own"]
+        return (x @ params["head"].T if batch["used"] else x).square().mean()
+
+    @staticmethod
+    def params() -> Any:
+        tied = torch.linspace(0.1, 1.0, 16).view(4, 4)
+        return [{"embed": tied, "own": torch.eye(4)}, {"head": tied, "own": torch.eye(4) + 0.1}]
+
+    @classmethod
+    def whole(cls, params: Any, batch: Any) -> Any:
+        return cls.last(params[1], cls.first(params[0], batch), batch)
+
+    @classmethod
+    def steps(cls, group: zf.Group, used: str, path: Path | None = None, **options: Any) -> Any:
+        """Take a step for each letter of ``used``; return the whole parameters and the state."""
+        mesh = zf.mesh(group, pp=group.size, dp=1)
+        micro: dict[str, Any] = {"num_micro_batches": 2} if group.size == 1 else {}
+        fns = [cls.first, cls.last]
+        loss = cls.whole if micro else zf.pipeline(fns, mesh["pp"], num_micro_batches=2)
+        optimizer = options.pop("optimizer", optim.adamw(0.1))
+        z = zf.zero(1, loss, optimizer, mesh["dp"], **micro, **options)
+        state = z.init(cls.params())
+        state = state if path is None else zf.load(path, state).state
+        for letter in used:
+            x = torch.linspace(0.0, 1.0, 16).view(4, 4) + state.step
+            state, _ = z.step(state, {"x": x, "used": letter == "u"})
+        return z.params(state), state, z
+
+
+def copies(state: Any, group: zf.Group) -> Any:
+    """Return this rank's own copy of the tied tensor."""
+    return zf.unshard(state.params)[group.rank]["head" if group.rank else "embed"]
+
+
+LABELLED = {
+    "by_label": lambda by: optim.by_label(
+        {"decays": optim.adamw(0.1, weight_decay=0.5), "rest": optim.adamw(0.1)},
+        lambda path, leaf: "decays" if by(path) else "rest",
+    ),
+    "mask": lambda by: optim.chain(
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.5, mask=lambda path, leaf: by(path)),
+        optim.scale(-0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+@pytest.mark.parametrize("decayed", ["embed", "head"])
+def test_copies_of_a_tied_leaf_have_the_label_of_its_first_path(kind: str, decayed: str) -> None:
+    optimizer = LABELLED[kind](lambda path: decayed in path)
+
+    def main(group: zf.Group) -> Any:
+        whole, state, _ = TiedStages.steps(group, "uuu", optimizer=optimizer)
+        return whole, copies(state, group)
+
+    (expected, _), *_ = zf.simulate(1, main)
+    for whole, copy in zf.simulate(2, main):
+        torch.testing.assert_close(whole, expected)
+        assert torch.equal(copy, whole[0]["embed"])
+
+
+def test_rules_are_asked_for_the_first_path_of_tied_leaves() -> None:
+    def main(group: zf.Group) -> Any:
+        seen = set[str]()
+
+        def rule(path: str, leaf: torch.Tensor) -> Any:
+            seen.add(path)
+            return zf.S
+
+        optimizer = optim.by_label({"S": optim.sgd(0.1)}, lambda path, leaf: repr(rule(path, leaf)))
+        TiedStages.steps(group, "u", optimizer=optimizer, placement=rule)
+        return sorted(seen)
+
+    assert zf.simulate(2, main) == [["0.embed", "0.own"], ["0.embed", "1.own"]]
+
+
+def test_missed_steps_of_a_tied_leaf_count_under_its_first_path(tmp_path: Path) -> None:
+    """A checkpoint of either form, with two missed steps, goes on in either."""
+
+    def begun(group: zf.Group) -> Any:
+        state = TiedStages.steps(group, "u--")[1]
+        zf.save(tmp_path / str(group.size), state)
+        return state.missed.counts
+
+    assert zf.simulate(1, begun) + zf.simulate(2, begun) == [{"0.embed": 2}] * 3
+
+    def ended(group: zf.Group, path: Path | None = None) -> Any:
+        if path is None:
+            return TiedStages.steps(group, "u--uu")[0]
+        whole, state, _ = TiedStages.steps(group, "uu", path)
+        assert torch.equal(copies(state, group), whole[0]["embed"])
+        return whole
+
+    expected = zf.simulate(1, ended)[0]
+    for size in (1, 2):
+        path = tmp_path / str(size)
+        for found in zf.simulate(1, ended, path) + zf.simulate(2, ended, path):
+            torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("rule", ["mean", "rank 0", "by rank"])
 def test_buffers_are_saved(rule: str, tmp_path: Path) -> None:
     """A whole buffer, and one of the rank that holds it."""
@@ -270,22 +384,95 @@ def test_buffers_are_saved(rule: str, tmp_path: Path) -> None:
     assert zf.simulate(4, main) == [([2.0, 2.0], [2.0, 2.0])] * 4
 
 
-def test_tied_leaves_are_trained_together() -> None:
+def trained(group: zf.Group, whole: Any, rule: Any, select: Any = None, **options: Any) -> Any:
+    """Take two steps, over a model axis if there is a rule; return parameters, all or some."""
+    if rule is None:
+        z = zf.zero(2, loss_fn, options.pop("optimizer", optim.adamw(0.1)), group, **options)
+    else:
+        z, _ = zero_of(group, rule=rule, **options)
+    state = z.init(whole)
+    for step in range(2):
+        state, _ = z.step(state, torch.tensor(0.5 + step))
+    return z.params(state), z.params(state, select or (lambda path, leaf: True))
+
+
+@pytest.mark.parametrize("chosen", ["a", "b"])
+@pytest.mark.parametrize("kind", ["trainable", "buffers"])
+@pytest.mark.parametrize(
+    "rule", [{}, {"a": Cut(0), "b": Cut(0)}, {"a": Held((0,)), "b": Held((1,))}]
+)
+def test_leaves_are_tied_within_one_part_of_the_state(rule: Any, kind: str, chosen: str) -> None:
+    """One that is trained and one that is not have their own values, as in one process."""
+    rules: dict[str, Any] = {
+        "trainable": lambda path, leaf: path == chosen,
+        "buffers": lambda path, leaf: "mean" if path == chosen else None,
+    }
+
+    def main(group: zf.Group, rule: Any) -> Any:
+        tied = torch.linspace(0.0, 1.0, 8).view(4, 2)
+        return trained(group, {"a": tied, "b": tied}, rule, **{kind: rules[kind]})
+
+    expected = zf.simulate(1, main, None)[0]
+    assert not torch.equal(expected[0]["a"], expected[0]["b"])
+    assert_same_bits(zf.simulate(2, main, rule), [expected] * 2)
+
+
+@pytest.mark.parametrize("chosen", ["a", "b"])
+@pytest.mark.parametrize("rule", [{}, {"a": Held((0,)), "b": Held((1,))}])
+def test_one_of_two_tied_leaves_is_selected(rule: Any, chosen: str) -> None:
+    def main(group: zf.Group, rule: Any) -> Any:
+        z = zf.zero(2, loss_fn, optim.sgd(0.1), group)
+        if rule is not None:
+            z, _ = zero_of(group, rule=rule)
+        tied = torch.ones(2)
+        found = z.params(z.init({"a": tied, "b": tied}), lambda path, leaf: path == chosen)
+        return [path for path, leaf in found.items() if leaf is not None]
+
+    assert zf.simulate(1, main, None) + zf.simulate(2, main, rule) == [[chosen]] * 3
+
+
+BY_LEAF: dict[str, Any] = {
+    "labels": {
+        "optimizer": optim.by_label(
+            {"large": optim.sgd(0.1), "small": optim.sgd(0.01)},
+            lambda path, leaf: "large" if leaf.numel() > 12 else "small",
+        )
+    },
+    "mask": {
+        "optimizer": optim.chain(
+            optim.add_decayed_weights(0.5, mask=lambda path, leaf: leaf.shape[0] > 4),
+            optim.scale(-0.1),
+        )
+    },
+    "trainable": {"trainable": lambda path, leaf: leaf.numel() > 12},
+    "requires_grad": {"trainable": lambda path, leaf: leaf.requires_grad},
+    "buffers": {"buffers": lambda path, leaf: "mean" if leaf.numel() > 12 else None},
+    "select": {"select": lambda path, leaf: leaf.numel() > 12},
+}
+
+
+@pytest.mark.parametrize("name", BY_LEAF)
+def test_functions_of_leaves_get_those_of_the_logical_tree(name: str) -> None:
+    """A rank has 12 of the 24 elements of a leaf that is cut."""
+
+    def main(group: zf.Group, rule: Any) -> Any:
+        whole = params()
+        whole["down"].requires_grad_()
+        return trained(group, whole, rule, **BY_LEAF[name])
+
+    assert_same_bits(zf.simulate(2, main, RULES), zf.simulate(1, main, None) * 2)
+
+
+@pytest.mark.parametrize("path", ["up", "first"])
+def test_values_of_each_rank_are_whole(path: str) -> None:
+    """Also ranks without the leaf raise, and no rank waits."""
+
     def main(group: zf.Group) -> None:
-        rule = {"a": Held((0,)), "b": Held((1,))}
-        z, _ = zero_of(group, rule=rule, trainable=lambda path, leaf: path == "a")
-        weight = torch.ones(4, 2)
-        z.init({"a": weight, "b": weight})
+        z, _ = zero_of(group, buffers=lambda name, leaf: "by rank" if name == path else None)
+        with pytest.raises(OptionError, match=f"is whole on every rank; got .* spread .* '{path}'"):
+            z.init(params())
 
-    refused("chooses one of 'a' and 'b'", OptionError, main)
-
-
-def test_values_of_each_rank_are_whole() -> None:
-    def main(group: zf.Group) -> None:
-        z, _ = zero_of(group, buffers=lambda path, leaf: "by rank" if path == "up" else None)
-        z.init(params())
-
-    refused("is whole on every rank; got one that is spread .* 'up'", OptionError, main)
+    zf.simulate(2, main)
 
 
 def test_masters_of_parts_load_into_a_run_without_masters(tmp_path: Path) -> None:

@@ -433,6 +433,39 @@ def test_messages_and_bytes_have_closed_forms() -> None:
         assert len(first) == len(second) + 2 * 2 * sides
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_ranks_compare_calls_at_stage_3_alone(stage: int) -> None:
+    """They make the same calls by their schedule; stage 3 also compares where backward begins."""
+    num_micro = 4
+
+    def main(group: zf.Group) -> int:
+        mesh = zf.mesh(group, pp=2, dp=2)
+        data = zf.record(mesh["dp"])
+        loss = pipeline(pipelines.stages(2), mesh["pp"], num_micro_batches=num_micro)
+        z = zf.zero(stage, loss, optim.sgd(0.1), data)
+        state = z.init(pipelines.params(2))
+        z.step(state, pipelines.batch(mesh.coordinates["dp"], 0))
+        return sum(x.name == "number of a call" for x in data.log)
+
+    # Each backward pass, and a forward pass while another call is open.
+    last, first = num_micro, 2 * num_micro - 1
+    assert zf.simulate(4, main) == ([first, first, last, last] if stage == 3 else [0] * 4)
+
+
+def test_data_ranks_with_other_schedules_are_refused() -> None:
+    def main(group: zf.Group) -> Any:
+        mesh = zf.mesh(group, pp=2, dp=2)
+        name = ["1f1b", "gpipe"][mesh.coordinates["dp"]]
+        loss = pipeline(pipelines.stages(2), mesh["pp"], name, num_micro_batches=4)
+        z = zf.zero(1, loss, optim.sgd(0.1), mesh["dp"])
+        return z.step(z.init(pipelines.params(2)), pipelines.batch(0, 0))
+
+    with pytest.raises(
+        SpecMismatch, match=r"same plan of a pipeline; option schedule is .* on rank [02] and "
+    ):
+        zf.simulate(4, main)
+
+
 def test_other_micro_batches_bring_other_forms() -> None:
     """Micro-batches may have different shapes, and steps too."""
     batches = [
@@ -625,6 +658,31 @@ def test_a_number_that_changes_brings_no_form() -> None:
     for first, *later in zf.simulate(2, main):
         assert first > 0
         assert later == [0, 0]
+
+
+def test_a_string_may_set_a_shape_and_a_number_may_not() -> None:
+    fns: list[Any] = [
+        lambda params, batch: batch["x"][:, : int(batch["length"])] * params["a"],
+        lambda params, x: (x * params["b"]).mean(),
+    ]
+
+    def main(group: zf.Group, kind: Any) -> Any:
+        loss: Any = lambda params, batch: fns[1](params[1], fns[0](params[0], batch))
+        options: dict[str, Any] = {"num_micro_batches": 2}
+        if group.size > 1:
+            loss, options = pipeline(fns, group, **options), {}
+        z = zf.zero(1, loss, optim.sgd(0.1), zf.collectives.single_group(), **options)
+        state = z.init([{"a": torch.ones(())}, {"b": torch.ones(())}])
+        losses = []
+        for length in (4, 3, 4):
+            x = torch.arange(16.0).view(4, 4)
+            state, info = z.step(state, {"x": x, "length": kind(length)})
+            losses.append(float(info.loss))
+        return losses
+
+    assert zf.simulate(2, main, str) == zf.simulate(1, main, str) * 2
+    with pytest.raises(SpecMismatch, match=r"write a number .* sets their shapes as a string"):
+        zf.simulate(2, main, int)
 
 
 def test_a_rank_without_trained_leaves_knows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import Counter, deque
 from typing import Any
@@ -213,6 +214,37 @@ def test_a_table_is_read_as_it_was_written_and_torch_reads_it(
     # Torch's lists with communication have the same actions.
     with_more = schedules.write_csv(schedules.with_messages(schedule))
     assert schedules.read_csv(with_more) == schedule
+
+
+@pytest.mark.parametrize(
+    ("made", "kinds"),
+    [
+        (schedules.one_forward_one_backward(4, 6), "FB"),
+        (schedules.interleaved(2, 4, 2), "FB"),
+        (schedules.zero_bubble(3, 5), "FIW"),
+    ],
+)
+def test_a_picture_has_a_bar_for_each_action_and_gaps_for_the_waits(
+    made: Schedule, kinds: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    times = {"forward": 2.0, "inputs": 1.0, "weights": 3.0}
+    figure = schedules.draw(made, **times)
+    (axes,) = figure.axes
+    _, end = axes.get_xlim()
+    bars: list[Any] = list(axes.patches)
+    busy = 0.0
+    for rank, actions in enumerate(made):
+        row = [bar for bar in bars if round(bar.get_y() + bar.get_height() / 2) == rank]
+        spans = sorted((bar.get_x(), bar.get_width()) for bar in row)
+        assert len(spans) == len(actions)
+        assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(spans))
+        busy += sum(length for _, length in spans)
+    assert busy / (len(made) * end) == pytest.approx(1 - schedules.bubble(made, **times))
+    shown = [text.get_text()[0] for text in figure.legends[0].get_texts()]
+    assert "".join(shown[: len(kinds)]) == kinds
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert schedules.draw(made, "Mine").get_suptitle() == "Mine"
 
 
 def test_a_table_with_pairs_and_holes_is_read() -> None:

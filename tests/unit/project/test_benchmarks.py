@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import zfun as zf
+from benchmarks.axes import bubble
 from benchmarks.gpu import report
+from zfun.parallel import schedules
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,6 +55,14 @@ def test_a_part_that_fails_or_hangs_is_on_the_page(
 
 def test_all_parts_together_end_within_8_minutes() -> None:
     assert sum(part.seconds for part in report.PARTS.values()) < 8 * 60
+
+
+def test_waits_are_measured_against_the_waits_of_the_schedules() -> None:
+    axis, m = zf.collectives.abstract_group(4), 8
+    for name, (per_rank, formula) in bubble.SCHEDULES.items():
+        stages = [lambda params, x: x] * (4 * per_rank)
+        made = zf.pipeline(stages, axis, name.partition(",")[0], num_micro_batches=m).schedule
+        assert schedules.bubble(made) == pytest.approx(formula(4, m, per_rank))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

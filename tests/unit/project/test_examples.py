@@ -326,7 +326,45 @@ def test_a_run_that_resumes_in_or_between_epochs_has_the_bits_of_one_that_does_n
     torch.testing.assert_close(unbroken[0][0], losses[:20], **CLOSE)
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "resume"])
+def three_axes(group: zf.Group, *args: Any) -> Any:
+    return load_example("three_d").train(group, *args)
+
+
+FORKED = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("is_forked", [False, pytest.param(True, marks=FORKED)])
+def test_three_axes_go_on_in_another_mesh_as_plain_torch_does(
+    is_forked: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    example = load_example("three_d")
+    model = example.make_model()
+    optimizer, expected = torch.optim.AdamW(model.parameters(), 1e-2), []
+    data = example.make_data(0, 1, after=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(**next(data)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+
+    before = zf.simulate(8, three_axes, (2, 2, 2), 3, 1, tmp_path)
+    if is_forked:
+        with processes(4, timeout_s=250.0) as four:
+            after = four.run(three_axes, (2, 1, 2), 1, 2, tmp_path)
+    else:
+        after = zf.simulate(4, three_axes, (2, 1, 2), 1, 2, tmp_path)
+    for losses, _ in before:
+        torch.testing.assert_close(losses, expected[:1], **CLOSE)
+    for losses, params in after:
+        torch.testing.assert_close(losses, expected[1:], **CLOSE)
+        torch.testing.assert_close(params, dict(model.state_dict()), rtol=0, atol=1e-4)
+        assert_same_bits(params, after[0][1])
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "resume", "three_d"])
 def test_an_example_fits_on_a_page(name: str) -> None:
     lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 80

@@ -354,3 +354,17 @@ def test_a_loop_shows_its_composition_in_one_line() -> None:
         "Zero(1, sgd, offload=optimizer, 2 ranks)",
     )
     assert zf.simulate(2, main)[0] == expected
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_init_sends_two_messages_whatever_the_number_of_buckets(stage: int) -> None:
+    """Both are gathers of 32 bytes from each rank: a rank of 1,024 receives 32 KiB each."""
+
+    def main(group: zf.Group) -> list[tuple[str, int]]:
+        recorded = record(group)
+        params = {f"h.{i}": torch.ones(8, 8) for i in range(5)}
+        z = zf.zero(stage, models.mlp_loss, optim.adamw(0.1), recorded, bucket_bytes=1)
+        assert len(z.init(params).params.buffers) == 5
+        return [(entry.kind, entry.numel) for entry in recorded.log]
+
+    assert zf.simulate(3, main) == [[("all_gather", 32)] * 2] * 3

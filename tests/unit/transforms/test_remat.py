@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
 from tests import models
@@ -479,6 +480,23 @@ def test_remat_does_not_change_the_bytes_of_a_step() -> None:
         return sent
 
     assert zf.simulate(2, main, zf.remat(block)) == zf.simulate(2, main, block)
+
+
+@pytest.mark.parametrize("bucket_bytes", [700, 1100])
+def test_torchs_checkpoint_takes_the_same_schedule(bucket_bytes: int) -> None:
+    """Blocks share buckets with other blocks and with leaves that are used outside of blocks."""
+
+    def main(group: zf.Group, run: Any) -> list[tuple[str, str, int]]:
+        recorded = zf.record(group)
+        z = zf.zero(3, loss_of(run), zf.optim.sgd(0.05), recorded, bucket_bytes=bucket_bytes)
+        state = z.init(params())
+        for _ in range(3):
+            recorded.clear()
+            state, _ = z.step(state, X)
+        return [(entry.kind, entry.name, entry.sent_bytes) for entry in recorded.log]
+
+    of_torch = functools.partial(checkpoint, block, use_reentrant=False)
+    assert zf.simulate(2, main, of_torch) == zf.simulate(2, main, zf.remat(block))
 
 
 # Modules.

@@ -215,7 +215,8 @@ class ProcessGroup(Group):
         return None if peer is None else self.global_ranks[peer]
 
     def _check_process(self) -> None:
-        check_process(self._process, "a group")
+        if self._process != os.getpid():
+            check_process(self._process, "a group")
 
     def _check_open(self) -> None:
         self._check_process()

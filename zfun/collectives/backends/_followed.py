@@ -39,15 +39,16 @@ class Followed:
         fail: Callable[[Verdict], object],
     ) -> None:
         with self._lock:
-            self._drop_complete()
-            if not self._calls[stream]:
+            calls = self._calls[stream]
+            self._drop_complete(stream)
+            if not calls:
                 self._since[stream] = time.monotonic()
-            self._calls[stream].append(_Call(index, done, fail))
+            calls.append(_Call(index, done, fail))
 
     def firsts(self) -> list[tuple[int, int]]:
         """Return stream and index of the first one in each stream."""
         with self._lock:
-            self._drop_complete()
+            self._drop_complete(*Stream)
             return [
                 (stream, self._calls[stream][0].index) for stream in Stream if self._calls[stream]
             ]
@@ -55,7 +56,7 @@ class Followed:
     def longest_s(self) -> float:
         """Return for how long a collective has been the first; 0 if all are complete."""
         with self._lock:
-            self._drop_complete()
+            self._drop_complete(*Stream)
             now = time.monotonic()
             return max(
                 (now - self._since[stream] for stream in Stream if self._calls[stream]), default=0.0
@@ -70,8 +71,9 @@ class Followed:
         for call in firsts:
             call.fail(verdict)
 
-    def _drop_complete(self) -> None:
-        for stream, calls in enumerate(self._calls):
+    def _drop_complete(self, *streams: Stream) -> None:
+        for stream in streams:
+            calls = self._calls[stream]
             while calls and calls[0].done():
                 calls.popleft()
                 self._since[stream] = time.monotonic()

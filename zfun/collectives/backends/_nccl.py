@@ -37,6 +37,7 @@ to the queue of the hops, is reused only after the caller's work on the result t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -57,6 +58,7 @@ from zfun.collectives._ops import (
     Reduce,
     ReduceScatter,
     Stream,
+    UnequalAllToAll,
     check_collective,
     describe,
 )
@@ -205,10 +207,13 @@ class NativeGroup(ProcessGroup):
         goes_over_host = is_of_host and self._has_met
         self._has_met |= is_of_host
         device = x.device if goes_over_host else self._device
-        sent = x.detach().resolve_conj().resolve_neg().to(device)
-        numel = call.op.output_numel(x.numel(), self.size)
+        sent = x.detach()
+        if sent.is_conj() or sent.is_neg() or sent.device != device:
+            sent = sent.resolve_conj().resolve_neg().to(device)
         received = (
-            out.detach() if out is not None and out.device == device else sent.new_empty(numel)
+            out.detach()
+            if out is not None and out.device == device
+            else sent.new_empty(call.op.output_numel(x.numel(), self.size))
         )
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
@@ -265,12 +270,12 @@ class NativeGroup(ProcessGroup):
             self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         ):
             return
-
-        def fail(verdict: Verdict) -> None:
-            if self._failure is None:
-                self._failure = self._watchdog.conclude(verdict, *self._names(call, text, index))
-
+        fail = functools.partial(self._fail, call, text, index)
         self._watchdog.follow(call.stream, index, self._marks[call.stream].add(), fail)
+
+    def _fail(self, call: Collective, text: str, index: int, verdict: Verdict) -> None:
+        if self._failure is None:
+            self._failure = self._watchdog.conclude(verdict, *self._names(call, text, index))
 
     def _part(
         self, store: dist.Store, ranks: Sequence[int], parts: Sequence[Sequence[int]]
@@ -299,6 +304,9 @@ class NativeGroup(ProcessGroup):
                 return [_reduce_scatter_into(out, x, group=stream, async_op=True)]
             case AllToAll():
                 return [dist.all_to_all_single(out, x, group=stream, async_op=True)]
+            case UnequalAllToAll() as op:
+                parts = [*op.received], [*op.sent]
+                return [dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)]
             case AllReduce():
                 return [dist.all_reduce(out.copy_(x), group=stream, async_op=True)]
             case Broadcast(root):

@@ -32,10 +32,9 @@ has not published the start of the collective.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed import Store
 
@@ -54,6 +53,22 @@ from zfun.errors import CollectiveMismatch, ZfunError
 
 _KEPT_CALLS = 32
 _POST_MORTEM_S = 1.0
+
+
+class _Wait:
+    """The context of a wait. A class, because every collective makes one."""
+
+    __slots__ = ("_key", "_waits")
+
+    def __init__(self, waits: dict[tuple[int, int], float], key: tuple[int, int]) -> None:
+        self._waits = waits
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._waits[self._key] = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        del self._waits[self._key]
 
 
 class Watchdog:
@@ -117,15 +132,10 @@ class Watchdog:
         self._recent[stream].append((index, text))
         return index
 
-    @contextlib.contextmanager
-    def waiting(self, stream: Stream, index: int) -> Iterator[None]:
+    def waiting(self, stream: Stream, index: int) -> _Wait:
         """Watch over a wait."""
         self._start_thread()
-        self._waits[stream, index] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._waits[stream, index]
+        return _Wait(self._waits, (stream, index))
 
     def follow(
         self,

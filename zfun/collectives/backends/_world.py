@@ -22,6 +22,7 @@ from zfun.collectives._ops import (
     Reduce,
     ReduceScatter,
     Stream,
+    UnequalAllToAll,
     describe,
 )
 from zfun.collectives.backends._diagnosis import SAME_ORDER
@@ -64,6 +65,9 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
         case AllToAll():
             chunks = torch.stack(list(inputs)).unflatten(1, (size, inputs[0].numel() // size))
             results = [received.flatten() for received in chunks.unbind(1)]
+        case UnequalAllToAll(counts):
+            parts = [x.split(row) for x, row in zip(inputs, counts, strict=True)]
+            results = [torch.cat(received) for received in zip(*parts, strict=True)]
         case Permute():
             results = [inputs[source] for source in op.sources]
     return [

@@ -47,6 +47,7 @@ from zfun.collectives._ops import (
     Permute,
     Reduce,
     ReduceScatter,
+    UnequalAllToAll,
 )
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.ops._sums import sum_in_rank_order
@@ -176,6 +177,9 @@ def start_exchange(
         case AllToAll():
             chunks, slices = _chunks(x, size), _chunks(out, size)
             return Started(exchange(chunks, slices), meanwhile=_Copy(chunks[rank], slices[rank]))
+        case UnequalAllToAll():
+            parts, slices = x.split(op.sent), out.split(op.received)
+            return Started(exchange(parts, slices), meanwhile=_Copy(parts[rank], slices[rank]))
         case Permute(destinations):
             transfer = exchange(
                 _only(destinations[rank], x, size), _only(op.sources[rank], out, size)

@@ -20,6 +20,7 @@ from zfun.collectives._ops import (
     Reduce,
     ReduceScatter,
     Stream,
+    UnequalAllToAll,
 )
 from zfun.collectives.shm._mailbox import INLINE_BYTES, Letter, Mailbox
 from zfun.collectives.shm._pages import PAGE
@@ -195,6 +196,10 @@ class SharedMemory:
                 inputs = chunks(x, self.size) if op.splits_input else [x] * self.size
                 for rank, piece in enumerate(chunks(out, self.size)):
                     self._copy(sent, inputs[self.rank], rank, piece)
+            case UnequalAllToAll():
+                own = x.split(op.sent)[self.rank]
+                for rank, piece in enumerate(out.split(op.received)):
+                    self._copy(sent, own, rank, piece)
             case ReduceScatter():
                 self._sum(sent, chunks(x, self.size)[self.rank], out)
             case AllReduce():
@@ -227,8 +232,10 @@ class SharedMemory:
             self._unmap(sent, peer, out)
 
     def _place_of(self, sent: Letter, peer: int, out: Tensor) -> int:
-        _, offset = sent.peers[peer]
-        return offset + (self.rank * out.nbytes if sent.call.op.splits_input else 0)
+        (_, offset), op = sent.peers[peer], sent.call.op
+        if isinstance(op, UnequalAllToAll):
+            return offset + sum(op.counts[peer][: self.rank]) * out.dtype.itemsize
+        return offset + (self.rank * out.nbytes if op.splits_input else 0)
 
     def _input(self, sent: Letter, peer: int, out: Tensor) -> Tensor:
         """Return the input of a peer for this rank, in place."""

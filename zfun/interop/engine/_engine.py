@@ -29,7 +29,7 @@ import zfun.recipes as recipes
 from zfun import checkpoint, optim
 from zfun.checkpoint import agree, attempt
 from zfun.collectives import Group, agreement_group, process_group
-from zfun.errors import CheckpointError, OptionError, SpecMismatch, ZfunError
+from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._live import LiveModule, check_free
@@ -314,8 +314,10 @@ class Engine(Passes):
         """
         try:
             loaded = self._loaded(path, keeps_frozen, options)
-        except (SpecMismatch, CheckpointError):
-            # Ranks without an error of their own have a CheckpointError, and go on alike.
+        except (PeerLost, CollectiveMismatch):
+            raise
+        except Exception:
+            # Whatever the error of one rank, the others have a CheckpointError, and go on alike.
             if (found := self._load_others(path, keeps_frozen, **options)) is None:
                 raise
             loaded = found

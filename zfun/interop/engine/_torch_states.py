@@ -83,12 +83,14 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
     }
 
 
-def with_own_constants(groups: ParamGroups, saved: Sequence[Any]) -> list[Any]:
-    """Return saved parameter groups with the constants that a run keeps."""
+def with_own_constants(opt_state: Any, groups: ParamGroups, saved: Sequence[Any]) -> list[Any]:
+    """Return saved parameter groups with the constants that a run keeps, and refuse others."""
     own = [{name: x[name] for name in CONFIGURED if name in x} for x in groups.groups]
     # torch refuses other numbers of groups.
     own += [dict[str, Any]()] * len(saved)
-    return [{**x, **y} for x, y in zip(saved, own, strict=False)]
+    found = [{**x, **y} for x, y in zip(saved, own, strict=False)]
+    groups.check_saved(opt_state, found)
+    return found
 
 
 def with_torch_state(
@@ -107,9 +109,8 @@ def with_torch_state(
     optimizer, entries = groups.torch_optimizer, given.get("state", {})
     numbers = {
         "state": dict[int, Any](),
-        "param_groups": with_own_constants(groups, given["param_groups"]),
+        "param_groups": with_own_constants(state.opt_state, groups, given["param_groups"]),
     }
-    groups.check_saved(state.opt_state, numbers["param_groups"])
     torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
     paths, parts = parts_of(state.opt_state)

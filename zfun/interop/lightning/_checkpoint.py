@@ -159,9 +159,8 @@ def load_states_of(
             path=path,
         )
     for engine, one, numbers in zip(engines, groups, checkpoint["optimizer_states"], strict=True):
-        saved = with_own_constants(one, _torch_groups(numbers))
+        saved = with_own_constants(engine.state.opt_state, one, _torch_groups(numbers))
         given = {"state": dict[int, Any](), "param_groups": saved}
-        one.check_saved(engine.state.opt_state, given["param_groups"])
         torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:

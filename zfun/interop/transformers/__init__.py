@@ -7,12 +7,14 @@ Needs ``pip install zfun[transformers]``.
 ``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
 ``_options``     the meaning of ``zero=``, and arguments that are refused
 ``_plans``       the tensor parallelism that a model names for itself
+``_experts``     models over an expert axis
 ``_sequence``    models over a sequence axis
 ``_stages``      decoders cut between layers, for pipelines
 ===============  =================================================================================
 """
 
 from zfun.interop.transformers._arguments import TrainingArguments
+from zfun.interop.transformers._experts import expert_parallel
 from zfun.interop.transformers._plans import tp_plan
 from zfun.interop.transformers._sequence import sequence_parallel
 from zfun.interop.transformers._stages import Stages, pipeline_stages
@@ -24,6 +26,7 @@ __all__ = [
     "Stages",
     "Trainer",
     "TrainingArguments",
+    "expert_parallel",
     "pipeline_stages",
     "sequence_parallel",
     "tp_plan",

@@ -67,6 +67,7 @@ def seconds_compiled() -> dict[str, float]:
         return dict(_compiled)
 
 
+@functools.cache
 def entry(kernel: Any) -> Callable[..., None]:
     """Make a kernel callable from Python, compiled by one process of a host, and logged once.
 

@@ -25,6 +25,7 @@ from zfun.parallel.schedules._checks import (
     activations_in_flight,
     bubble,
     check_schedule,
+    draw,
     ranks_of_stages,
     with_messages,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "activations_in_flight",
     "bubble",
     "check_schedule",
+    "draw",
     "gpipe",
     "interleaved",
     "one_forward_one_backward",

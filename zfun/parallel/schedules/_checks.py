@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zfun.errors import OptionError
-from zfun.options import number, takes
+from zfun.options import TEXT, number, takes
 from zfun.parallel.schedules._actions import (
     ACTIONS,
     BACKWARD,
@@ -16,6 +18,9 @@ from zfun.parallel.schedules._actions import (
     Action,
     Schedule,
 )
+
+if TYPE_CHECKING:
+    from zfun.parallel.schedules._drawing import Drawing
 
 
 @takes(schedule=ACTIONS)
@@ -188,14 +193,71 @@ def bubble(
         >>> round(bubble(one_forward_one_backward(4, 12)), 4), round(bubble(zero_bubble(4, 12)), 4)
         (0.2, 0.0769)
     """
+    rows = _timed(schedule, forward, inputs, weights)
+    busy = sum(length for row in rows for _, length, _ in row)
+    end = max((start + length for row in rows for start, length, _ in row), default=0.0)
+    return 1.0 - busy / (len(schedule) * end) if busy else 0.0
+
+
+def _timed(
+    schedule: Sequence[Sequence[Action]], forward: float, inputs: float, weights: float
+) -> list[list[tuple[float, float, Action]]]:
+    """Return start, length and action, for each rank."""
     times = {FORWARD: forward, BACKWARD: inputs + weights, INPUTS: inputs, WEIGHTS: weights}
+    rows: list[list[tuple[float, float, Action]]] = [[] for _ in schedule]
     free = [0.0] * len(schedule)
     ends: dict[Action, float] = {}
     for rank, action, needed in _in_turn(schedule):
         start = max([free[rank], *(ends[other] for other in needed)])
         free[rank] = ends[action] = start + times[action.kind]
-    busy = sum(times[action.kind] for actions in schedule for action in actions)
-    return 1.0 - busy / (len(schedule) * max(free)) if busy else 0.0
+        rows[rank].append((start, times[action.kind], action))
+    return rows
+
+
+@takes(schedule=ACTIONS, title=TEXT, forward=number(0), inputs=number(0), weights=number(0))
+def draw(
+    schedule: Sequence[Sequence[Action]],
+    title: str = "",
+    *,
+    forward: float = 1.0,
+    inputs: float = 1.0,
+    weights: float = 1.0,
+) -> Drawing:
+    """Draw a schedule: a row of bars for each rank, and the gaps in which it waits.
+
+    Args:
+        schedule: the schedule, without messages.
+        title: stands above the bars; by default the share of waits.
+        forward: as for :func:`bubble`.
+        inputs: as for :func:`bubble`.
+        weights: as for :func:`bubble`.
+
+    Returns:
+        A matplotlib figure, which a notebook shows.
+
+    Raises:
+        OptionError: matplotlib is not installed, or the schedule cannot run.
+
+    Example:
+        >>> from zfun.parallel.schedules import one_forward_one_backward
+        >>> draw(one_forward_one_backward(4, 12)).get_suptitle()
+        '4 ranks, 12 micro-batches: waits take 20 % of the step'
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError(
+            "a picture needs matplotlib; matplotlib cannot be imported; install zfun[demo], or "
+            "print write_csv(schedule)"
+        )
+    from zfun.parallel.schedules._drawing import drawn
+
+    rows = _timed(schedule, forward, inputs, weights)
+    share = bubble(schedule, forward=forward, inputs=inputs, weights=weights)
+    count = 1 + max((action.micro_batch for row in rows for _, _, action in row), default=-1)
+    return drawn(
+        rows,
+        title
+        or f"{len(rows)} ranks, {count} micro-batches: waits take {100 * share:.0f} % of the step",
+    )
 
 
 @takes(schedule=ACTIONS)

@@ -61,7 +61,6 @@ class Observer:
         self.meter = Meter(device)
         self.group = record(self.meter.watch(group))
         self._flops, self._attention = FlopCounter(), AttentionCounter()
-        self.meter.listeners += [self._flops, self._attention]
 
     def __enter__(self) -> Observer:
         self.meter.__enter__()
@@ -74,8 +73,10 @@ class Observer:
         """Begin the description here, with the state that the next step takes."""
         self.meter.name_state(state)
         self.group.clear()
-        self._flops.begin()
-        self._attention.begin()
+        for counter in (self._flops, self._attention):
+            counter.begin()
+            if counter not in self.meter.listeners:
+                self.meter.listeners.append(counter)
         self.meter.begin()
 
     def plan(self, state: Any) -> Plan:

@@ -89,6 +89,7 @@ class BucketShard:
     """This rank's shard of a bucket, with the rules for the read and the gather.
 
     Attributes:
+        is_stored: whether the shard is in a store.
         reading: the read under way, of a shard in a store.
     """
 
@@ -99,16 +100,20 @@ class BucketShard:
         "form",
         "gather",
         "index",
+        "is_stored",
         "reading",
         "slots",
         "trained",
     )
 
-    def __init__(self, flat: Flat, index: int, call: LossCall, *, trained: bool) -> None:
+    def __init__(
+        self, flat: Flat, index: int, call: LossCall, *, trained: bool, is_stored: bool
+    ) -> None:
         self.flat = flat
         self.call = call
         self.index = index
         self.trained = trained
+        self.is_stored = is_stored
         self.reading: Work | None = None
         self.form = _form(flat.layout, index, call.compute_dtype)
         self.gather = self.form.gather
@@ -133,11 +138,6 @@ class BucketShard:
     def nbytes(self) -> int:
         """Bytes of the gathered bucket."""
         return self.form.numel * self.dtype.itemsize
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the shard is in a store."""
-        return isinstance(self.flat.buffers[self.index], stores.Stored)
 
     def traced(self, executor: Executor | None) -> TracedBucket:
         """Return the bucket in the form that a schedule takes."""
@@ -217,9 +217,9 @@ class BucketShard:
 def shards_of(flats: Iterable[Flat], call: LossCall) -> list[BucketShard]:
     """Return the shards of all buckets; a gradient function trains those of the first value."""
     return [
-        BucketShard(flat, i, call, trained=number == 0 and call.executor is not None)
-        for number, flat in enumerate(flats)
-        for i in range(len(flat.layout.buckets))
+        BucketShard(flat, i, call, trained=trained, is_stored=isinstance(buffer, stores.Stored))
+        for flat, trained in zip(flats, (call.executor is not None, False), strict=False)
+        for i, buffer in enumerate(flat.buffers)
     ]
 
 

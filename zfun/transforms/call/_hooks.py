@@ -56,7 +56,7 @@ class SumHook:
     def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Work:
         """Start to sum a bucket; the hook owns the buffer."""
         group = self.group
-        if sum_group(group).size == 1:
+        if group.size == 1 and sum_group(group).size == 1:
             return Work.done(buffer)
         call = _sum_of(layout, bucket, self.placement)
         if self.placement is S:

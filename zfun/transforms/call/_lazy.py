@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,9 @@ class LazyLeaf(torch.Tensor):
     A lazy leaf has the true shape, dtype and device, and no data. Any operation runs on the
     gathered tensor instead; queries of metadata gather nothing.
     """
+
+    # Slots, because a step makes a leaf for every parameter, and a dict of each would cost more.
+    __slots__ = ("path", "place", "source")
 
     source: BucketSource
     place: int
@@ -144,25 +148,12 @@ class LazyLeaves:
     def __init__(self, layout: Layout, compute_dtype: torch.dtype | None, *, trained: bool) -> None:
         self.sources = [BucketSource(_closed) for _ in layout.buckets]
         self._layout = layout
-        places = {
-            leaf: place for bucket in layout.buckets for place, leaf in enumerate(bucket.leaves)
-        }
-        self._leaves: list[LazyLeaf] = []
-        for leaf, slot in enumerate(layout.leaves):
-            dtype = compute_dtype if compute_dtype and slot.dtype.is_floating_point else slot.dtype
-            differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
-            source = self.sources[slot.bucket]
-            self._leaves.append(
-                LazyLeaf(
-                    slot.shape,
-                    dtype,
-                    layout.device,
-                    differentiable,
-                    slot.path,
-                    source,
-                    places[leaf],
-                )
+        self._leaves = [
+            LazyLeaf(shape, dtype, layout.device, differentiable, path, self.sources[bucket], place)
+            for shape, dtype, differentiable, path, bucket, place in _forms(
+                layout, compute_dtype, trained
             )
+        ]
 
     def tree(self) -> tree.Tree:
         """Return the tree for the loss."""
@@ -178,6 +169,20 @@ class LazyLeaves:
     def are_in_use(self) -> bool:
         """Whether something of torch has one, such as a graph."""
         return max(map(_use_count, self._leaves), default=0) > 1
+
+
+@functools.lru_cache(maxsize=256)
+def _forms(
+    layout: Layout, compute_dtype: torch.dtype | None, trained: bool
+) -> list[tuple[tuple[int, ...], torch.dtype, bool, str, int, int]]:
+    """Return shape, dtype, differentiability, path, bucket and place in it of each leaf."""
+    places = {leaf: place for slot in layout.buckets for place, leaf in enumerate(slot.leaves)}
+    found = []
+    for leaf, slot in enumerate(layout.leaves):
+        dtype = compute_dtype if compute_dtype and slot.dtype.is_floating_point else slot.dtype
+        differentiable = trained and (dtype.is_floating_point or dtype.is_complex)
+        found.append((slot.shape, dtype, differentiable, slot.path, slot.bucket, places[leaf]))
+    return found
 
 
 def _closed(leaf: LazyLeaf) -> Tensor:
@@ -242,7 +247,10 @@ def _loaded(values: Iterable[Any]) -> list[Any]:
     for value in values:
         kind = type(value)
         if kind is LazyLeaf:
-            value = tensor_of(value)
+            # Most leaves are ready, and so the call of tensor_of() is left out for those.
+            ready = value.source.ready
+            is_here = ready is not None and value.source.thread == threading.get_ident()
+            value = ready[value.place] if is_here else tensor_of(value)
         elif kind is tuple:
             value = tuple(_loaded(value))
         elif kind is list:
@@ -287,8 +295,12 @@ def tensor_of(leaf: LazyLeaf) -> Tensor:
     if torch.is_inference_mode_enabled():
         with outside_inference_mode():
             return tensor_of(leaf)
-    with loading():
+    # Without loading(), because the context of a generator takes longer.
+    token = _loading.set(True)
+    try:
         return source.load(leaf)
+    finally:
+        _loading.reset(token)
 
 
 @contextlib.contextmanager

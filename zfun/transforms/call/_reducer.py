@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import Group, allocate, sum_group
+from zfun.collectives import Group, sum_group
 from zfun.errors import ZfunError
 from zfun.layout import Layout, LeafSlot
 from zfun.transforms.call._hooks import CommHook, Handle
@@ -119,7 +119,7 @@ class GradReducer:
         self.anchors.append(anchor)
         self._opened[bucket] += 1
         outputs = list(_BucketNode.apply(anchor, receive, bucket, list(views)))
-        node = next((output.grad_fn for output in outputs if output.grad_fn is not None), None)
+        node = outputs[0].grad_fn
         if node is not None:
             # Autograd runs ready nodes from the last made to the first. The nodes of whole
             # parameters are made first of all, so every gradient would be complete before the
@@ -228,19 +228,22 @@ class GradReducer:
         grads = (
             [None] * len(leaves)
             if sums is None
-            else [_rounded(x, leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+            else [
+                x if x is None or x.dtype is leaf.dtype else _rounded(x, leaf.dtype)
+                for x, leaf in zip(sums, leaves, strict=True)
+            ]
         )
         unused = [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
         self.unused += unused
         if unused and self.on_unused is not None:
             self.on_unused(bucket)
-        dtype, device, group = self.dtypes[bucket], self.layout.device, self.group
+        numel, dtype, device = slot.padded_numel, self.dtypes[bucket], self.layout.device
         # The group may allocate a symmetric buffer, which other ranks can read.
-        numel = slot.padded_numel
+        make = None if self.group is None else self.group.allocate
         out = (
             torch.empty(numel, dtype=dtype, device=device)
-            if group is None
-            else allocate(group, numel, dtype, device)
+            if make is None
+            else make(numel, dtype, device)
         )
         table = None if sums is None or self._tables is None else self._tables[bucket]
         ops.ravel_into(
@@ -269,11 +272,9 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return x if y is None else y if x is None else x + y
 
 
-def _rounded(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a gradient of a wider dtype to the dtype of the leaf, like the cast of autograd."""
-    if grad is None or grad.dtype == dtype or torch.promote_types(grad.dtype, dtype) == dtype:
-        return grad
-    return grad.to(dtype)
+    return grad if torch.promote_types(grad.dtype, dtype) == dtype else grad.to(dtype)
 
 
 class _BucketNode(torch.autograd.Function):

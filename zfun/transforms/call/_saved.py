@@ -56,9 +56,9 @@ class SavedViews:
         self._views: list[tuple[int, int]] = []
         # The nodes that need buckets, and the buckets of each recomputed block, in order.
         self._needs: list[tuple[Sequence[int], tuple[int, ...]]] = []
-        # The next node at each first use of a bucket, and the bucket under hooks of torch's own
-        # checkpoint, which tells nothing.
-        self._uses: list[tuple[int, int | None]] = []
+        # The next node at each first use of a bucket, the bucket, and whether the use is in a block
+        # of torch's own checkpoint, which tells nothing.
+        self._uses: list[tuple[int, int, bool]] = []
         self._first_number = _next_number()
         self._marks = [[bucket] for bucket in range(num_buckets)]
         # The bucket of each storage.
@@ -124,10 +124,10 @@ class SavedViews:
                 uses.buckets.append(bucket)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         is_ours = self.blocks or hooks is None or getattr(hooks[0], "__self__", None) is self
-        unknown = None if is_ours else bucket
-        # Each leaf of a bucket is loaded by itself in the first pass, and all at once later.
-        if unknown is None or not self._uses or self._uses[-1][1] != unknown:
-            self._uses.append((_next_number(), unknown))
+        # Each leaf of a bucket is loaded by itself in the first pass, and all at once later,
+        # wherever a checkpoint ends.
+        if not self._uses or self._uses[-1][1] != bucket:
+            self._uses.append((_next_number(), bucket, not is_ours))
 
     def backward(self, roots: Sequence[Any], nodes: Mapping[Any, int]) -> list[int]:
         """List the buckets that backward will use; see [Note: what backward will use].
@@ -175,11 +175,11 @@ class SavedViews:
                     todo.append(following)
 
     def _in_order(self, reached: Set[int], ready: Mapping[int, int]) -> list[int]:
-        ends = [number for number, _ in self._uses[1:]] + [_next_number()]
+        ends = [number for number, _, _ in self._uses[1:]] + [_next_number()]
         unknown = [
             (range(number, end), (_BEGIN, bucket, _END))
-            for (number, bucket), end in zip(self._uses, ends, strict=False)
-            if bucket is not None
+            for (number, bucket, is_unknown), end in zip(self._uses, ends, strict=False)
+            if is_unknown
         ]
         events = [(number, 1, (bucket,)) for number, bucket in self._views if number in reached]
         events += [

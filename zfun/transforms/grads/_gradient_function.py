@@ -89,6 +89,8 @@ class GradientFunction(ZfunGradient):
         on_unused: if given, the gradients name the leaves that got none on this rank
             (``Flat.missed``), and this is called with the index of a bucket that holds such a leaf,
             before the hooks take the bucket.
+        is_planned: whether a plan that all ranks share says in which order they make and pull
+            calls, as in a pipeline; see [Note: open calls].
     """
 
     loss: Loss
@@ -102,6 +104,7 @@ class GradientFunction(ZfunGradient):
     loss_scale: float = 1.0
     codec: Codec | None = None
     on_unused: Callable[[int], None] | None = None
+    is_planned: bool = False
     _agreed: set[Layout] = dataclasses.field(default_factory=set, compare=False, repr=False)
     _tables: dict[Layout, list[ops.AddressTable]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -127,8 +130,7 @@ class GradientFunction(ZfunGradient):
     @ops.uncompiled
     def vjp(self, params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
         """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
-        group = self.group or (params.group if isinstance(params, Flat) else None)
-        number = start_forward(group)
+        number = start_forward(self._numbering(params))
         out, call = self._forward(params, batch)
         try:
             outputs = Outputs(out)
@@ -164,7 +166,6 @@ class GradientFunction(ZfunGradient):
 
     def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
         """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""
-        group = self.group or (params.group if isinstance(params, Flat) else None)
         found: list[OpenCall] = []
 
         def start(tape: Tape) -> None:
@@ -175,7 +176,9 @@ class GradientFunction(ZfunGradient):
             call.executor.begin_backward((), scale)
 
         tape = Tape(
-            start_forward(group), start, lambda tape, again: self._finish(found[0], again=again)
+            start_forward(self._numbering(params)),
+            start,
+            lambda tape, again: self._finish(found[0], again=again),
         )
         out, call = self._forward(params, batch, tape)
         found.append(call)
@@ -210,6 +213,12 @@ class GradientFunction(ZfunGradient):
             executor.abandon()
             raise
 
+    def _numbering(self, params: tree.Tree) -> Group | None:
+        """Return the ranks that compare the numbers of their calls."""
+        if self.is_planned and not _is_sharded(params):
+            return None
+        return self.group or (params.group if isinstance(params, Flat) else None)
+
     def _start_backward(
         self, call: OpenCall, number: int, weight: Any, begins: bytes
     ) -> Callable[[], float | Tensor]:
@@ -217,7 +226,7 @@ class GradientFunction(ZfunGradient):
         summed = Work.done(torch.zeros(1))
         if weight is not None:
             weight = scalar_on(call.layout.device, weight, torch.float64).reshape(())
-        if not start_backward(call.group, number, begins):
+        if not start_backward(self._numbering(call.params), number, begins):
             call.executor.diverge()
         if weight is not None:
             group = self.group

@@ -10,6 +10,7 @@ Ranks must pull and drop the same calls, because backward has collectives of its
 and pullbacks of a group are therefore numbered. Every pullback begins with one word from each rank,
 the number of the call. A forward pass sends such a word too while an earlier call of the group was
 not pulled, because only then another rank may be about to pull. If numbers differ, all ranks raise.
+A pipeline compares its schedule once instead, and sends no words for whole parameters.
 
 The word of a pullback also has a checksum of the outputs from which backward begins. These may
 differ: then the ranks leave the schedule, see [Note: divergence].

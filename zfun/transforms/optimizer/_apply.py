@@ -148,7 +148,7 @@ def _apply_by_bucket(
     overwritten: Sequence[Flat],
 ) -> tuple[Flat, Any] | None:
     """Step over stores; ``None`` if nothing is in a store, or the step must be taken at once."""
-    if not any(isinstance(leaf, stores.Stored) for leaf in tree.leaves((grads, state, params))):
+    if not stores.stored((grads, state, params)):
         return None
     with noting("update"):
         update = streamed(optimizer, grads, state, params)

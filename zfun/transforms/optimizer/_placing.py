@@ -20,7 +20,6 @@ from zfun.flat import Flat, change_layout, check_same_layout, ravel
 from zfun.layout import Layout, split_by_label
 from zfun.optim import Optimizer
 from zfun.placement import Placement, S
-from zfun.stores import Stored
 from zfun.transforms.values._redistribute import redistribute
 
 
@@ -137,7 +136,7 @@ def _put_like(new: Tensor, old: object) -> object:
 
 def can_fail(value: tree.Tree) -> bool:
     """Whether a store of a tensor in a tree may fail."""
-    return any(isinstance(leaf, Stored) and leaf.can_fail for leaf in tree.leaves(value))
+    return any(leaf.can_fail for leaf in stores.stored(value))
 
 
 def agree(value: tree.Tree, like: Flat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
@@ -13,7 +14,7 @@ from zfun import ops
 from zfun.collectives import Group
 from zfun.transforms.call._buckets import BucketShard
 from zfun.transforms.call._executor import Executor
-from zfun.transforms.call._trace import Event, Phase, Step, Trace
+from zfun.transforms.call._trace import Event, Phase, Step, Trace, TracedBucket
 from zfun.transforms.params._cursor import ScheduleCursor, SchedulePlan, of_rank_0
 from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._schedule import schedule
@@ -38,7 +39,6 @@ class Course:
         cursor: this rank's place among the steps.
         events: the uses of buckets in this pass.
         first_uses: the leaves by their first uses, while there is no plan.
-        traced: the buckets in the form that a schedule takes.
         persistent: the buckets that stay gathered between calls.
         kept: the buckets that stay gathered from forward to backward.
         diverged: whether any rank left the schedule; ``None`` until the ranks know.
@@ -63,7 +63,7 @@ class Course:
         self._learn = learn
         self._reads_again = reads_again
         self.plan = plan
-        self.traced = tuple(shard.traced(executor) for shard in shards)
+        self._executor = executor
         self.persistent = plan.schedule.persistent if plan else options.persistent(self.traced)
         self.kept: frozenset[int] = frozenset()
         # Fake tensors have no values to read, and abstract ranks agree.
@@ -79,6 +79,11 @@ class Course:
         self._ahead: tuple[int, ...] = ()
         self.cursor = ScheduleCursor((), followed=False)
 
+    @functools.cached_property
+    def traced(self) -> tuple[TracedBucket, ...]:
+        """The buckets in the form that a schedule takes."""
+        return tuple(shard.traced(self._executor) for shard in self._shards)
+
     @property
     def followed(self) -> bool:
         """Whether this rank is where the schedule says."""
@@ -90,11 +95,9 @@ class Course:
         if plan is None:
             steps = self._read_and_gather("forward", range(len(self._shards)), there)
         else:
-            steps = [
-                step
-                for step in plan.forward(trains=self._trains)
-                if step.phase != "start" or step.bucket not in there
-            ]
+            steps = plan.forward(trains=self._trains)
+            if there:
+                steps = [x for x in steps if x.phase != "start" or x.bucket not in there]
         self.cursor = ScheduleCursor(steps, followed=plan is not None)
 
     def _read_and_gather(
@@ -183,7 +186,7 @@ class Course:
         assert plan is not None
         self.events = []
         if plan.ahead is not None and self.diverged is False and not self.is_again:
-            self.cursor = ScheduleCursor(plan.backward(), followed=True)
+            self.cursor = ScheduleCursor(plan.backward, followed=True)
             return True
         held = frozenset[int]() if self.is_again else self.persistent | self.kept
         order = [*dict.fromkeys([*plan.schedule.trace.forward, *range(len(self._shards))])][::-1]

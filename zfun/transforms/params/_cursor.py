@@ -40,13 +40,18 @@ class SchedulePlan:
                 held.discard(step.bucket)
         return frozenset(held)
 
-    def forward(self, *, trains: bool) -> list[Step]:
+    def forward(self, *, trains: bool) -> Sequence[Step]:
         """Return the steps of forward; gathers for backward only in training."""
-        steps = self.schedule.steps[: self.schedule.turn]
-        return [step for step in steps if trains or step.phase != "backward"]
+        steps = self._forward
+        return steps if trains else [step for step in steps if step.phase != "backward"]
 
+    @functools.cached_property
+    def _forward(self) -> tuple[Step, ...]:
+        return self.schedule.steps[: self.schedule.turn]
+
+    @functools.cached_property
     def backward(self) -> tuple[Step, ...]:
-        """Return the steps after the end of forward."""
+        """The steps after the end of forward."""
         return self.schedule.steps[self.schedule.turn :]
 
 

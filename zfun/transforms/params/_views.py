@@ -113,7 +113,7 @@ class BucketViews:
         """Return the buckets by their nodes in autograd's graph."""
         found: dict[Any, int] = {}
         for bucket, views in [*self._views.items(), *self._released.items()]:
-            node = next((view.grad_fn for view in views if view.grad_fn is not None), None)
+            node = views[0].grad_fn
             if node is not None:
                 found[node] = bucket
         return found

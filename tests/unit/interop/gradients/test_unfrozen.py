@@ -191,6 +191,34 @@ def test_ranks_go_on_alike_where_one_cannot_load(frozen: bool, tmp_path: Path) -
     zf.simulate(2, main)
 
 
+class Loader:
+    """A loader that rank 1 cannot bring back."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> Any:
+        return {"place": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.rank == 1:
+            raise ValueError("no such place")
+
+
+def test_an_error_of_any_kind_on_one_rank_ends_a_load_on_all(tmp_path: Path) -> None:
+    """The other ranks ask whether there is a run with other leaves, and wait for each other."""
+
+    def main(group: zf.Group) -> None:
+        engine = started(group, 2)
+        train(engine, 0)
+        engine.save(tmp_path, loader=Loader())
+        error, words = (ValueError, "no such place") if group.rank else (CheckpointError, "rank 1")
+        with pytest.raises(error, match=words):
+            engine.load(tmp_path, loader=Loader(group.rank))
+
+    zf.simulate(2, main)
+
+
 @SHARDED_OR_NOT
 def test_a_load_between_micro_batches_drops_their_gradients(stage: int, tmp_path: Path) -> None:
     def main(group: zf.Group) -> None:

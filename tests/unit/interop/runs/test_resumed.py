@@ -16,7 +16,8 @@ import zfun as zf
 import zfun.interop.deepspeed as deepspeed
 from tests.interop.deepspeed_runs import batch, config, net, ranks, trained, weights
 from zfun.errors import CheckpointError, OptionError
-from zfun.interop import Engine
+from zfun.interop import Engine, from_ds_config
+from zfun.interop._configured import ConfiguredOptimizer
 from zfun.optim import HyperparamsState
 
 MUON = {"type": "Muon", "params": {"lr": 0.01}}
@@ -266,3 +267,49 @@ def test_gradients_under_a_loss_scale_are_shown_without_the_scale(
         torch.testing.assert_close(after, before - 0.1 * 0.5 * whole, rtol=0, atol=1e-7)
 
     zf.simulate(2, main)
+
+
+def prepared(make: Callable[[Any], Any]) -> Any:
+    """Return a prepared loop of accelerate: the accelerator, the model, the optimizer."""
+    accelerate = pytest.importorskip("accelerate")
+    from zfun.interop.accelerate import Accelerator
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(cpu=True, zero=1), nn.Linear(3, 1)
+    return accelerator, *accelerator.prepare(model, make(model.parameters()))
+
+
+def accelerated(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, 3)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_loop_of_accelerate_refuses_other_constants_where_it_loads(tmp_path: Path) -> None:
+    first = prepared(partial(torch.optim.SGD, **{**SGD, "nesterov": True}))
+    accelerated(*first)
+    first[0].save_state(str(tmp_path))
+    other = prepared(partial(torch.optim.SGD, **SGD))
+    with pytest.raises(CheckpointError, match="has constant nesterov; got True in a saved group"):
+        other[0].load_state(str(tmp_path))
+    accelerated(*other)
+    assert other[2].param_groups[0]["nesterov"] is False
+
+
+def test_a_loop_of_accelerate_keeps_the_mode_of_adam_of_its_own_run(tmp_path: Path) -> None:
+    """As DeepSpeed, whose optimizers keep the mode outside of the groups."""
+
+    def make(is_on: bool) -> Any:
+        options = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": is_on}
+        rule: Any = from_ds_config({"optimizer": {"type": "Adam", "params": options}}).rule
+        return prepared(lambda params: ConfiguredOptimizer(params, rule))
+
+    first = make(True)
+    accelerated(*first)
+    first[0].save_state(str(tmp_path))
+    other = make(False)
+    other[0].load_state(str(tmp_path))
+    accelerated(*other)
+    (group,) = other[2].param_groups
+    assert (group["adam_w_mode"], group["weight_decay"]) == (False, 0.5)

@@ -142,7 +142,7 @@ class CheckpointFunction:
             2
         """
         found = checkpoint(run_function, *args)
-        all_outputs += found if isinstance(found, tuple) else (found,)
+        all_outputs += found if isinstance(found, (tuple, list)) else (found,)
         return found
 
 

@@ -149,12 +149,11 @@ def set_random_seed(seed: int) -> None:
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """Return whether the version of torch is in a range."""
-    now = tuple(map(int, torch.__version__.split(".")[:2]))
-    bounds = [
-        tuple(map(int, str(x or y).split(".")[:2]))
-        for x, y in ((min_version, "0.0"), (max_version, "999.0"))
-    ]
-    return bounds[0] <= now <= bounds[1]
+    # Versions of torch compare with text as versions do.
+    now = torch.__version__
+    return (not min_version or now >= str(min_version)) and (
+        not max_version or now <= str(max_version)
+    )
 
 
 def is_moe_param(param: Tensor) -> bool:
