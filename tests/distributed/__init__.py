@@ -32,6 +32,7 @@ _IMPORTED = [
     "tests.distributed.programs.first_kernel",
     "tests.distributed.test_restarts",
     "tests.distributed.test_shared_memory",
+    "zfun.interop.deepspeed",
 ]
 
 

@@ -53,7 +53,22 @@ class ConfiguredOptimizer(torch.optim.Optimizer):
 
 
 def zero_options(recipe: Recipe, group: Group) -> dict[str, Any]:
-    """Return the options of ``zf.zero`` that a configuration makes for an engine."""
+    """Return the options of ``zf.zero`` that a configuration makes for an engine.
+
+    Raises:
+        OptionError: the configuration has ranks that share matrices or sequences.
+    """
+    for key, size in {
+        "tensor_parallel.autotp_size": recipe.tensor,
+        "sequence_parallel_size": recipe.sequence,
+    }.items():
+        if size > 1:
+            raise OptionError(
+                "an engine of a module has data parallel ranks, because the loss and the data are "
+                f"the script's; got {key} {size}; leave it out, as stage 3 shards every matrix, or "
+                "train a loss of zf.tensor_parallel() or zf.parallel.token_mean() with "
+                "recipe.zero() of zf.interop.from_ds_config()"
+            )
     if recipe.rows is not None:
         mesh = split(group, recipe.rows)
         group = mesh if recipe.secondary else mesh.inner

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,14 @@ from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._local import Spread
 from zfun.parallel._pipeline_messages import Channel, pair_groups
-from zfun.parallel._pipeline_run import PipelineStep, Results, StageFunction, StartVjp
+from zfun.parallel._pipeline_run import (
+    PipelineStep,
+    Results,
+    StageFunction,
+    StartVjp,
+    forward_only,
+    takes_batch,
+)
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of, tied
 from zfun.parallel.schedules import (
     ACTIONS,
@@ -98,7 +104,7 @@ class Pipeline(ParallelLoss):
             stage: StageFunction(
                 fn,
                 _picker(stage, leaves),
-                _takes_batch(stage, fn),
+                takes_batch(stage, fn),
                 is_first=stage == 0,
                 is_last=stage == len(stages) - 1,
             )
@@ -110,6 +116,7 @@ class Pipeline(ParallelLoss):
         # Made in the first step, because all ranks take part.
         self._channels: dict[tuple[int, str], Channel] = {}
         self._loss: Channel | None = None
+        self._is_agreed = False
         # Of the ranks that hold a tied leaf.
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -141,8 +148,9 @@ class Pipeline(ParallelLoss):
             second results of the loss (``None`` on ranks without the last stage).
         """
         batches = split_batch(batch, self.num_micro_batches)
-        if self._loss is None:
+        if not self._is_agreed:
             self._agree(batches, sum_group(group))
+        if self._loss is None:
             self._connect(device)
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
@@ -168,6 +176,20 @@ class Pipeline(ParallelLoss):
             # leaf lie in different places.
             grads = tied_leaves.sum(deliver(grads))
         return loss, grads, aux
+
+    def forward(
+        self, run: Callable[..., Any], batches: Sequence[Any], device: torch.device
+    ) -> list[Any]:
+        """Run the stages without backward, and return what the last one gives on its rank.
+
+        Args:
+            run: ``(stage, x, batch) -> out``, in place of the functions of the stages.
+            batches: any number of micro-batches.
+            device: where activations arrive.
+        """
+        if self._loss is None:
+            self._connect(device)
+        return forward_only(sorted(self.stages), len(self._rank_of), self._channels, run, batches)
 
     def _shared_loss(self, results: Results, sums: Group) -> Any:
         """Average the losses over micro-batches and data ranks, and send the mean to all stages."""
@@ -213,6 +235,7 @@ class Pipeline(ParallelLoss):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta
         ]
         check_same(records, self._axis, "batch along the axis of a pipeline", kind="tensor")
+        self._is_agreed = True
 
     def _connect(self, device: torch.device) -> None:
         """Make the channels of this rank, over groups of two ranks."""
@@ -401,24 +424,6 @@ def _schedule_of(
                 f"pipeline of {wanted}; make it for {wanted}"
             )
     return made
-
-
-def _takes_batch(stage: int, fn: Callable[..., Any]) -> bool:
-    """Whether a stage takes ``(params, x, batch)`` rather than ``(params, x)``."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
-    taken = [x for x in parameters if x.kind in kinds]
-    has_rest = any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters)
-    if len(needed) > 3 or (len(taken) < 2 and not has_rest):
-        raise OptionError(
-            "a stage is a function (params, x), or (params, x, batch); got one of "
-            f"{len(needed)} arguments for stage {stage}; bind the others with functools.partial()"
-        )
-    return len(needed) == 3 or (len(taken) == 3 and taken[2].name == "batch")
 
 
 def _picker(stage: int, leaves: Any) -> Callable[[Any], Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -225,8 +227,7 @@ class PipelineStep:
             self._wait_sent(next(iter(self._sent)))
 
     def _wait_sent(self, action: Action) -> None:
-        for work in self._sent.pop(action, []):
-            work.wait()
+        _wait(self._sent.pop(action, []))
 
     def _input_of(self, action: Action) -> str:
         """Say for the error of a forward pass what the stage before has given."""
@@ -298,6 +299,59 @@ class PipelineStep:
             # Divided by the weight of all micro-batches at the end.
             grads = times(grads, weights[1]) if len(self._batches) > 1 else grads
         self.results.grads = add_grads(self.results.grads, grads)
+
+
+def forward_only(
+    stages: Sequence[int],
+    num_stages: int,
+    channels: dict[tuple[int, str], Channel],
+    run: Callable[[int, Any, Any], Any],
+    batches: Sequence[Any],
+) -> list[Any]:
+    """Run the stages of this rank on all micro-batches, and return what the last stage gives."""
+    found: list[Any] = []
+    sent: deque[list[Work]] = deque()
+    out: Any = None
+    for k, batch in enumerate(batches):
+        key = _key(batch)
+        for stage in stages:
+            x = out
+            if (stage, "RECV_F") in channels:
+                x = channels[stage, "RECV_F"].receive(_message(stage, "RECV_F", k), key)()
+            out = run(stage, x, batch)
+            if stage == num_stages - 1:
+                found.append(out)
+            elif (stage, "SEND_F") in channels:
+                part = _message(stage, "SEND_F", k)
+                sent.append(channels[stage, "SEND_F"].send(out, part, key, lambda path: False))
+        while len(sent) > _MAX_SENT:
+            _wait(sent.popleft())
+    for works in sent:
+        _wait(works)
+    return found
+
+
+def takes_batch(stage: int, fn: Callable[..., Any]) -> bool:
+    """Whether a stage takes ``(params, x, batch)`` rather than ``(params, x)``."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
+    taken = [x for x in parameters if x.kind in kinds]
+    has_rest = any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters)
+    if len(needed) > 3 or (len(taken) < 2 and not has_rest):
+        raise OptionError(
+            "a stage is a function (params, x), or (params, x, batch); got one of "
+            f"{len(needed)} arguments for stage {stage}; bind the others with functools.partial()"
+        )
+    return len(needed) == 3 or (len(taken) == 3 and taken[2].name == "batch")
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _message(stage: int, kind: str, k: int) -> str:

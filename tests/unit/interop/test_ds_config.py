@@ -518,7 +518,7 @@ def test_the_callers_optimizer_wins_and_gets_the_schedule() -> None:
         ({"aio": {"block_size": 1000}}, "a multiple of 4096"),
         ({"gradient_clipping": float("nan")}, "got nan"),
         ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "no tensor parallelism"),
+        ({"tensor_parallel": {"autotp_size": -1}}, "must be an integer of at least 0"),
         ({"amp": {"enabled": True}}, "bf16"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "set both or neither"),
         ({"elasticity": {"enabled": True}}, "needs the key"),
@@ -537,6 +537,43 @@ def test_a_mistake_has_a_rule_and_a_remedy(config: dict[str, Any], words: str) -
         assert one.remedy
 
 
+def _regression(params: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.nn.functional.linear(x, params["up"]).tanh()
+    return torch.nn.functional.linear(hidden, params["down"]).square().mean()
+
+
+def test_axes_of_a_configuration_are_those_of_the_loss() -> None:
+    """Two data ranks, each of two that share matrices: the numbers of one process."""
+    config = {"gradient_clipping": 0, "tensor_parallel": {"autotp_size": 2}}
+    config |= {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    generator = torch.Generator().manual_seed(0)
+    up, x = torch.randn(2, 8, 4, generator=generator, dtype=torch.float64)
+    whole = {"up": up, "down": up.T.contiguous()}
+
+    def main(group: zf.Group) -> Any:
+        mesh = zf.mesh(group, dp=2, tp=2)
+        recipe = from_ds_config(config, auto=AutoValues(world_size=2))
+        plan = {"up": "colwise", "down": "rowwise"}
+        cut = zf.tensor_parallel(_regression, mesh["tp"], plan)
+        with pytest.raises(OptionError, match="autotp_size 2; got a loss over model axes of no"):
+            recipe.zero(_regression, mesh["dp"])
+        zero = recipe.zero(cut, mesh["dp"])
+        state, _ = zero.step(zero.init(whole), x.chunk(2)[mesh.coordinates["dp"]])
+        shared = from_ds_config(
+            {"sequence_parallel_size": 2, **config}, auto=AutoValues(world_size=2)
+        )
+        with pytest.raises(OptionError, match=r"2 batches, each of 2 ranks .* got a group of 2"):
+            shared.zero(cut, mesh["dp"])
+        return zero.params(state)
+
+    leaves = {name: value.clone().requires_grad_() for name, value in whole.items()}
+    _regression(leaves, x).backward()
+    for found in zf.simulate(4, main):
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            torch.testing.assert_close(found[name], whole[name] - 0.5 * leaf.grad)
+
+
 def test_features_that_are_off_are_no_mistake() -> None:
     config = {
         "amp": {"enabled": False, "opt_level": "O1"},
@@ -546,7 +583,7 @@ def test_features_that_are_off_are_no_mistake() -> None:
         "flops_profiler": {"enabled": True},
         ZERO: {"overlap_comm": "auto", "offload_param": None},
     }
-    assert [entry.verdict for entry in from_ds_config(config).entries].count("off") == 4
+    assert [entry.verdict for entry in from_ds_config(config).entries].count("off") == 3
 
 
 def test_a_file_may_have_comments(tmp_path: Path) -> None:

@@ -410,7 +410,7 @@ def test_a_dtype_has_many_spellings(name: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"tensor_parallel": {"autotp_size": 2}}, "no tensor parallelism"),
+        ({"tensor_parallel": {"autotp": 2}}, "did you mean 'autotp_size'"),
         ({"torch_autocast": {"enabled": True}}, 'write "dtype": "bfloat16"'),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"enabled": True}},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 
 from tests.distributed import processes, simulated
 from tests.distributed.programs import pipelining
+from tests.unit.interop import test_deepspeed_pipeline as facade
 from zfun.collectives import Workers
 from zfun.errors import PeerLost, SpecMismatch
 from zfun.testing import assert_same_bits
@@ -30,6 +32,12 @@ def test_processes_have_the_results_of_the_simulation(four: Workers) -> None:
     expected = simulated(4, pipelining.trained)
     for rank, found in enumerate(four.run(pipelining.trained)):
         assert_same_bits(found, expected[rank], f"rank {rank} in its process and simulated")
+
+
+@pytest.mark.parametrize("four", [OVER_GLOO], indirect=True)
+def test_a_pipeline_of_deepspeed_has_the_numbers_of_one_process(four: Workers) -> None:
+    for found in four.run(functools.partial(facade.run, stage=1, pp=2)):
+        facade.assert_is(found, facade.plain(2))
 
 
 def test_processes_with_other_schedules_are_refused(four: Workers) -> None:

@@ -11,6 +11,7 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``launcher``         the command line
 ``_initialize``      ``initialize``, ``add_config_arguments``
 ``_engine``          ``DeepSpeedEngine``: names and counters
+``_pipeline``        ``PipelineEngine``: steps of a ``PipelineModule``
 ``_answers``         methods that return a size, a number or a value of the configuration
 ``_phases``          methods between steps
 ``_core``            the engine of zfun, and the values of the module's parameters
@@ -21,18 +22,21 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``accelerator``      the device of this process
 ``comm``             ``torch.distributed``
 ``ops``              optimizers
+``pipe``             ``PipelineModule``: layers on stages, topologies
 ``runtime``          ``zero``, ``config``, ``checkpointing``, schedules, loaders
 ``utils``            logs, groups, single parameters, fp32 weights of a checkpoint
 ===================  ==============================================================================
 """
 
-from zfun.interop.deepspeed import accelerator, comm, launcher, ops, runtime, utils
+from zfun.interop.deepspeed import accelerator, comm, launcher, ops, pipe, runtime, utils
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._finder import VERSION, add_finder, install
 from zfun.interop.deepspeed._initialize import add_config_arguments, initialize
+from zfun.interop.deepspeed._pipeline import PipelineEngine
 from zfun.interop.deepspeed._ranks import init_distributed
 from zfun.interop.deepspeed.accelerator import get_accelerator
+from zfun.interop.deepspeed.pipe import PipelineModule
 from zfun.interop.deepspeed.runtime import (
     DeepSpeedDataLoader,
     checkpointing,
@@ -49,6 +53,8 @@ __all__ = [
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
@@ -63,6 +69,7 @@ __all__ = [
     "logger",
     "lr_schedules",
     "ops",
+    "pipe",
     "runtime",
     "utils",
     "zero",

@@ -67,8 +67,9 @@ _TABLE: Mapping[str, str] = {
     "use a module of plain torch; torch.compile fuses the operations of a layer": (
         "ops.transformer :DeepSpeedTransformerLayer :DeepSpeedTransformerConfig"
     ),
-    "keep the model in one piece and use zero_optimization.stage 3": (
-        "pipe runtime.pipe :PipelineEngine :PipelineModule engine:train_batch engine:eval_batch"
+    "pass a PipelineModule to initialize()": "engine:train_batch engine:eval_batch",
+    "write the actions of a schedule with zf.parallel.schedules": (
+        "runtime.pipe.schedule runtime.pipe.p2p"
     ),
     "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline": (
         "profiling :EngineTimers utils:SynchronizedWallClockTimer utils:ThroughputTimer "
@@ -83,7 +84,8 @@ _TABLE: Mapping[str, str] = {
     ),
     "use deepspeed.comm": "runtime.comm",
     "order the samples with a torch sampler": "runtime.data_pipeline engine:curriculum_scheduler",
-    "shard the parameters with stage 3 instead of cutting layers": (
+    "shard the parameters with stage 3; or train with zf.tensor_parallel and the plan of "
+    "zf.interop.transformers.tp_plan": (
         "runtime.domino runtime.tensor_parallel :tp_model_init :set_autotp_mode :domino "
         "groups:model_parallel groups:tensor_model_parallel"
     ),
@@ -100,7 +102,8 @@ _TABLE: Mapping[str, str] = {
     ),
     "use the trainers of trl": "runtime.rlhf",
     "use engine.generate()": "runtime.rollout",
-    "split the sequence inside the model, with zf.collectives.all_to_all": (
+    "cut batches with zf.parallel.sequence_batch, and the model with "
+    "zf.interop.transformers.sequence_parallel": (
         "runtime.sequence_parallel sequence groups:sequence_parallel"
     ),
     "gradients are dense; use nn.Embedding(sparse=False)": "runtime.sparse_tensor",

@@ -53,7 +53,7 @@ class SavedEngine(Phases):
         """Return the whole weights on rank 0, and ``None`` elsewhere; every rank must call."""
         weights = self.module_state_dict(exclude_frozen_parameters)
         self._consolidated_at = self.global_steps
-        return weights if self._group.rank == 0 else None
+        return weights if self._ranks.rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -65,7 +65,7 @@ class SavedEngine(Phases):
         """
         given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
         is_idle = given.get("is_main_process") is False and given.get("state_dict") is None
-        if is_idle and self._group.rank != 0 and self._consolidated_at == self.global_steps:
+        if is_idle and self._ranks.rank != 0 and self._consolidated_at == self.global_steps:
             return None
         return own(*args, **kwargs)
 
@@ -102,7 +102,7 @@ class SavedEngine(Phases):
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
-        _check_tag(self._group, name)
+        _check_tag(self._ranks, name)
         data = {
             **packed(client_state or {}),
             "counters": {counter: getattr(self, counter) for counter in _COUNTERS},
@@ -117,10 +117,10 @@ class SavedEngine(Phases):
             _remove_others(folder / name, saved.path)
             _write(path, SCRIPT.encode())
 
-        write_on_rank_0(self._group, folder / "zero_to_fp32.py", write_script)
+        write_on_rank_0(self._ranks, folder / "zero_to_fp32.py", write_script)
         if save_latest:
             write_name = lambda path: _write(path, name.encode())
-            write_on_rank_0(self._group, folder / "latest", write_name)
+            write_on_rank_0(self._ranks, folder / "latest", write_name)
         return True
 
     def load_checkpoint(
@@ -201,7 +201,7 @@ class SavedEngine(Phases):
         weights = self.module_state_dict(exclude_frozen_parameters)
         whole = lambda: {name: value.cpu().clone() for name, value in weights.items()}
         path = Path(save_dir) / save_filename
-        write_on_rank_0(self._group, path, lambda partial: torch.save(whole(), partial))
+        write_on_rank_0(self._ranks, path, lambda partial: torch.save(whole(), partial))
         return True
 
     save_fp16_model = save_16bit_model

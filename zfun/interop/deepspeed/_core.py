@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
 )
 from zfun.interop.engine import Engine
 from zfun.interop.engine._live import live_of
+from zfun.parallel import Pipeline
 from zfun.sources import Deferred
 
 
@@ -57,15 +59,20 @@ def freed(module: nn.Module) -> Iterator[Mapping[str, Deferred]]:
 
 
 def made(
-    module: nn.Module, settings: Settings, group: Group, values: Mapping[str, Deferred]
+    module: nn.Module,
+    settings: Settings,
+    group: Group,
+    values: Mapping[str, Any],
+    loss: Pipeline | None = None,
 ) -> Engine:
     """Return the engine of zfun for the options, with the module's values of rank 0.
 
     The module is live afterwards. Some parameters may be in pieces, and ``values`` has those that
-    the module has not.
+    the module has not; beside a loss of a pipeline, the whole logical tree.
     """
     recipe = settings.recipe
     options = zero_options(recipe, group)
+    options |= {} if loss is None else {"loss_fn": loss}
     group = options["group"]
     named = dict(module.named_parameters())
     away = {name: deferred_of(name, p) for name, p in named.items() if is_partitioned(p)}

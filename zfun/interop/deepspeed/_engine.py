@@ -20,6 +20,7 @@ from zfun.interop.deepspeed._core import made
 from zfun.interop.deepspeed._optimizer import EngineOptimizer
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
+from zfun.recipes import StepInfo
 
 
 class DeepSpeedEngine(SavedEngine):
@@ -51,13 +52,14 @@ class DeepSpeedEngine(SavedEngine):
         device: torch.device,
         collate_fn: Any = None,
         values: Mapping[str, Any] | None = None,
+        loss: Any = None,
     ) -> None:
         super().__init__()
         self.module = module
         self._settings = settings
         self.config = settings.config
-        self._group = group
-        self._core = made(module, settings, group, values or {})
+        self._group = self._ranks = group
+        self._core = made(module, settings, group, values or {}, loss)
         optimizer = settings.optimizer
         self.optimizer = None if optimizer is None else EngineOptimizer(optimizer, self)
         self.lr_scheduler = settings.scheduler
@@ -147,8 +149,11 @@ class DeepSpeedEngine(SavedEngine):
         info = self._core.step(boundary=self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
         self._was_applied = self._has_overflow = False
-        if info is None:
-            return
+        if info is not None:
+            self._count(info, lr_kwargs)
+
+    def _count(self, info: StepInfo, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count a step, and step the scheduler."""
         self._grad_norm = float(info.grad_norm)
         self._was_applied, self._has_overflow = not info.skipped, info.skipped
         self.skipped_steps += info.skipped

@@ -36,7 +36,7 @@ _NAME = "deepspeed"
 
 # By module here, of which "" is the package: modules of DeepSpeed that are this one.
 _NAMES: Mapping[str, str] = {
-    "": "constants git_version_info runtime.engine",
+    "": "constants git_version_info runtime.engine runtime.pipe.engine",
     "accelerator": (
         "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.cuda_accelerator "
         "accelerator.real_accelerator"
@@ -60,6 +60,7 @@ _NAMES: Mapping[str, str] = {
         "runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam "
         "runtime.zero.muon runtime.zero.muon.muon_optimizer runtime.zero.muon.original_muon"
     ),
+    "pipe": "runtime.pipe runtime.pipe.module runtime.pipe.topology",
     "runtime.zero": (
         "runtime.zero.offload_states runtime.zero.stage1 runtime.zero.stage2 runtime.zero.stage3 "
         "runtime.zero.stage_1_and_2 zero"

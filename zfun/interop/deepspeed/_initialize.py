@@ -12,8 +12,11 @@ from torch import nn
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._core import freed
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
-from zfun.interop.deepspeed._ranks import group_of, init_from_launcher, local_device
+from zfun.interop.deepspeed._pipeline import PipelineEngine
+from zfun.interop.deepspeed._ranks import data_ranks, group_of, init_from_launcher, local_device
 from zfun.interop.deepspeed._settings import Given, config_of, settings_of
+from zfun.interop.deepspeed.pipe import PipelineModule
+from zfun.interop.deepspeed.runtime import RepeatingLoader
 from zfun.interop.deepspeed.runtime.zero._owners import taken
 from zfun.interop.ds_config import AutoValues
 from zfun.options import ANY, FUNCTION, PATH, instance, takes
@@ -50,11 +53,11 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make an engine of a model, an optimizer and a configuration of DeepSpeed. All ranks call.
 
-    The arguments are DeepSpeed's. Parameters have the values of rank 0. An engine that has the
-    model already gives it up, and its moments are dropped. Without an optimizer the engine answers,
-    and does not train. ``distributed_port`` is not used, and ``mesh_param`` is only ``None``;
-    ``auto`` has values for ``"auto"`` in the configuration that the model and the optimizer do not
-    tell.
+    The arguments are DeepSpeed's. A ``PipelineModule`` gives a ``PipelineEngine``. Parameters have
+    the values of rank 0. An engine that has the model already gives it up, and its moments are
+    dropped. Without an optimizer the engine answers, and does not train. ``distributed_port`` is
+    not used, and ``mesh_param`` is only ``None``; ``auto`` has values for ``"auto"`` in the
+    configuration that the model and the optimizer do not tell.
 
     Returns:
         The engine, the optimizer, the loader of ``training_data``, and the scheduler; ``None`` in
@@ -85,19 +88,33 @@ def initialize(
     if mesh_param is not None:
         raise OptionError(
             f"initialize() has no tensor or sequence parallel ranks; got mesh_param={mesh_param!r}"
-            "; leave the argument out: stage 3 shards the parameters of every layer"
+            "; leave the argument out, or train with zf.tensor_parallel or "
+            "zf.interop.transformers.sequence_parallel over a zf.mesh"
         )
     chosen = config_of(args, config, config_params)
-    ranks = None if mpu is None else mpu.get_data_parallel_group()
+    device = local_device()
+    given = Given(optimizer, model_parameters, lr_scheduler, auto or AutoValues())
+    places: dict[str, Any] = {"device": device, "collate_fn": collate_fn}
+    engine: DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        if mpu is not None:
+            raise OptionError(
+                "a PipelineModule has the axes of its ranks; got mpu= beside it; pass topology= "
+                "to PipelineModule()"
+            )
+        settings = settings_of(model, chosen, model.mpu().data_parallel_size, given)
+        engine = PipelineEngine(model.to(device), settings, **places)
+        if training_data is not None:
+            loader = engine.deepspeed_io(training_data, route="pipeline")
+            engine.set_dataloader(RepeatingLoader(loader))
+        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    ranks = None if mpu is None else data_ranks(mpu)
     if ranks is None and dist_init_required is not False:
         init_from_launcher()
     group = group_of(ranks)
-    device = local_device()
     with taken(model), freed(model) as values:
-        given = Given(optimizer, model_parameters, lr_scheduler, auto or AutoValues())
         settings = settings_of(model, chosen, group.size, given)
-        places = {"device": device, "collate_fn": collate_fn, "values": values}
-        engine = DeepSpeedEngine(model.to(device), settings, group, **places)
+        engine = DeepSpeedEngine(model.to(device), settings, group, values=values, **places)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

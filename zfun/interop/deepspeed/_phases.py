@@ -27,7 +27,9 @@ class Phases(nn.Module):
     is_compiled: bool
     _settings: Settings
     _core: Engine
+    # With batches of their own, and all of them.
     _group: Group
+    _ranks: Group
 
     def _check_trained(self, method: str) -> None:
         if not self._core.has_module:

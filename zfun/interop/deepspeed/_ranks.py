@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zfun.collectives import Group, process_group, single_group
 from zfun.collectives.launch._environment import launched
+from zfun.errors import OptionError
 from zfun.options import GROUP
 
 
@@ -77,6 +78,35 @@ def group_of(ranks: Any = None) -> Group:
         return single_group()
     return _group(dist.group.WORLD if ranks is None else ranks)
 
+
+def data_ranks(mpu: Any) -> Any:
+    """Return the data parallel ranks of the ``mpu`` of a script, whose other ranks stand alone.
+
+    Raises:
+        OptionError: ranks that share a layer, a sequence or a pipeline, because norm, clipping and
+            skipped steps would count the parts of each rank alone.
+    """
+    for kind, remedy in _AXES.items():
+        size = getattr(mpu, f"get_{kind}_world_size", lambda: 1)()
+        if size > 1:
+            raise OptionError(
+                f"initialize() takes data parallel ranks from an mpu; got get_{kind}_world_size() "
+                f"{size}; {remedy}"
+            )
+    return mpu.get_data_parallel_group()
+
+
+_TENSOR = "leave the layers whole, and shard them with stage 3; or train with zf.tensor_parallel"
+_STAGES = "pass a PipelineModule"
+_AXES = {
+    "model_parallel": _TENSOR,
+    "tensor_model_parallel": _TENSOR,
+    "slice_parallel": _TENSOR,
+    "pipe_parallel": _STAGES,
+    "pipeline_model_parallel": _STAGES,
+    "sequence_parallel": "train with zf.parallel.sequence_batch and zf.parallel.token_mean",
+    "expert_model_parallel": "leave the experts whole, and shard them with stage 3",
+}
 
 # One group for each process group, because a group has connections of its own.
 _group = functools.lru_cache(maxsize=16)(process_group)

@@ -134,6 +134,14 @@ def _sizes(r: _Reading, v: Values) -> _Fields:
     return {"batch": batch, "num_micro_batches": batch.accumulation}
 
 
+def _axes(r: _Reading, v: Values) -> _Fields:
+    """Return how many ranks share a matrix, and a sequence."""
+    tensor, sequence = v["tensor_parallel.autotp_size"] or 1, v["sequence_parallel_size"]
+    r.notes["tensor_parallel.autotp_size"] = Note(f"Recipe.tensor={tensor}")
+    r.notes["sequence_parallel_size"] = Note(f"Recipe.sequence={sequence}")
+    return {"tensor": tensor, "sequence": sequence}
+
+
 def _unknown_ranks(train: int) -> OptionError:
     return OptionError(
         "the sizes of a batch need the number of ranks; got "
@@ -354,6 +362,7 @@ def _remat(r: _Reading, v: Values) -> _Fields:
 # By the place of the mistakes, the functions that make the fields of a recipe, in order.
 _PARTS: tuple[tuple[str, Callable[[_Reading, Values], _Fields]], ...] = (
     ("train_batch_size", _sizes),
+    ("tensor_parallel.autotp_size", _axes),
     (_Z, _buckets),
     ("scheduler.params", _rates),
     ("gradient_clipping", _clip),

@@ -25,6 +25,7 @@ from zfun.interop.ds_config._rules import contradictions
 from zfun.interop.ds_config._values import checked
 from zfun.optim import Optimizer, Schedule
 from zfun.options import FUNCTION, PATH, each, instance, one_of, takes
+from zfun.parallel import model_axes
 from zfun.recipes import Precision, Zero, zero
 from zfun.stores import Offload
 from zfun.transforms import ScheduleOptions
@@ -55,6 +56,8 @@ class Recipe:
         rule: the optimizer as data, for adapters with parameter groups; ``None`` if there is none.
         scheduler: the schedule as data; ``None`` if there is none.
         momentum: the momentum of a cycle, by steps taken; ``None`` if none changes.
+        tensor: how many ranks share matrices.
+        sequence: how many ranks share the sequences of a batch.
         late: the fields of :class:`AutoValues` that some ``"auto"`` waits for.
         entries: what became of each key, and why.
 
@@ -83,6 +86,8 @@ class Recipe:
     rule: Rule | None
     scheduler: Rule | None
     momentum: Schedule | None
+    tensor: int
+    sequence: int
     late: tuple[str, ...]
     entries: tuple[Entry, ...] = field(repr=False)
 
@@ -125,7 +130,8 @@ class Recipe:
 
         Args:
             loss_fn: as in :func:`zfun.zero`.
-            group: the ranks, without axes if the configuration makes a mesh.
+            group: the ranks, without axes if the configuration makes a mesh; with
+                ``sequence_parallel_size`` those of the data and the sequence axis.
             optimizer: for a configuration without one; clipping is put in front.
             options: more options of :func:`zfun.zero`, such as ``trainable`` and ``order``; an
                 option of the recipe may be replaced.
@@ -134,7 +140,8 @@ class Recipe:
             The functions ``init``, ``step`` and ``params``.
 
         Raises:
-            OptionError: there is no optimizer, or the group has another number of ranks.
+            OptionError: there is no optimizer, the group has another number of ranks, or the loss
+                no tensor axis of ``autotp_size``.
 
         Example:
             >>> import torch
@@ -163,11 +170,20 @@ class Recipe:
                 "a recipe needs an optimizer; got a configuration without one; pass optimizer=, "
                 "such as zf.optim.adamw(3e-4)"
             )
-        size = sum_group(group).size
-        if self.batch is not None and self.batch.world_size != size:
+        size, rest = divmod(sum_group(group).size, self.sequence)
+        if rest or (self.batch is not None and self.batch.world_size != size):
+            ranks = "any number of" if self.batch is None else str(self.batch.world_size)
             raise OptionError(
-                f"the batch sizes of the configuration are for {self.batch.world_size} ranks; got "
-                f"a group of {size}; pass world_size={size} to from_ds_config()"
+                f"the configuration is for {ranks} batches, each of {self.sequence} ranks (its "
+                f"sequence_parallel_size); got a group of {sum_group(group).size}; pass "
+                f"world_size={size} to from_ds_config(), and the group of the axes of both"
+            )
+        axes = [axis.group.size for axis in model_axes(loss_fn)]
+        if self.tensor > 1 and self.tensor not in axes:
+            raise OptionError(
+                f"the configuration has tensor_parallel.autotp_size {self.tensor}; got a loss over "
+                f"model axes of {axes or 'no'} ranks; pass zf.tensor_parallel(loss, mesh['tp'], "
+                "zf.interop.transformers.tp_plan(model)), and mesh['dp'] as the group"
             )
         if self.rows is not None:
             mesh = split(group, self.rows)

@@ -37,8 +37,15 @@ from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
 from zfun.interop.engine._torch_states import torch_state, with_torch_state
-from zfun.interop.engine._values import EngineBuffers, carried, deferred_values, named_leaves
-from zfun.placement import S
+from zfun.interop.engine._values import (
+    EngineBuffers,
+    carried,
+    deferred_values,
+    named_leaves,
+    trained_in,
+)
+from zfun.parallel import model_axes
+from zfun.placement import Held, S
 from zfun.recipes import StepInfo, Zero
 from zfun.transforms import Tape
 
@@ -67,7 +74,8 @@ class Engine(Passes):
             ``"mean"`` or ``"by rank"``; see :func:`zfun.zero`.
         init: ``"check"`` that all ranks have the same values, or ``"broadcast"`` those of rank 0.
         values: first values by name in place of the module's own, such as
-            :class:`zfun.sources.Deferred`.
+            :class:`zfun.sources.Deferred`; with ``"loss_fn"`` in ``zero``, the logical tree of that
+            loss by name, of which the module has the leaves of this rank.
         extra: parameters by name that the module does not have, such as those of a loss. They are
             whole, and their gradients stay in ``.grad`` until you drop them, as in torch.
 
@@ -150,12 +158,17 @@ class Engine(Passes):
             self.recipe = self._composed()
         given = values or {}
         first = {name: given.get(name, x.detach()) for name, x in self._params.items()}
+        # The logical tree of a loss over model axes has one order on all ranks.
+        first = first if isinstance(zero, Zero) or "loss_fn" not in self._options else given
         self._state = self.recipe.init(first, init=init)
         for param in self._params.values():
             if param.is_meta:
                 leave_meta(param, self._state.params.layout.device)
         self._group = self._state.params.group
-        self._buffers = EngineBuffers(module, buffers, self._group, init, given)
+        # A rank has the buffers of its own leaves.
+        axes = () if self.recipe.options is None else model_axes(self.recipe.options.loss_fn)
+        spread = tuple(Held((axis.group.rank,)) for axis in axes)
+        self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread)
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
@@ -183,9 +196,11 @@ class Engine(Passes):
                     "of its parameters at the start, and freeze those that train later"
                 )
         options: dict[str, Any] = {"trainable": lambda name, _: name in trained, **self._options}
-        # Stage 1 sums in backward too; see [Note: the engine].
-        options["stage"] = 2 if options["stage"] == 1 else options["stage"]
-        return recipes.zero(loss_fn=_no_loss, optimizer=rule, **options)
+        if "loss_fn" not in options:
+            options["loss_fn"] = _no_loss
+            # Stage 1 sums in backward too; see [Note: the engine].
+            options["stage"] = 2 if options["stage"] == 1 else options["stage"]
+        return recipes.zero(optimizer=rule, **options)
 
     # Calls.
 
@@ -271,6 +286,11 @@ class Engine(Passes):
                 "trained parameters change between steps; got a change between the micro-batches "
                 "of a step; unfreeze parameters, or add a group, after engine.step()"
             )
+        if "loss_fn" in self._options:
+            raise OptionError(
+                "ranks of a model axis train the leaves that they had at first; got another "
+                "requires_grad, or another group; make a new engine of the saved weights"
+            )
         self.recipe = self._composed()
         values = deferred_values(self._state, self._params, masters=True)
         self._state = carried(self._state, self.recipe.init(values))
@@ -329,7 +349,7 @@ class Engine(Passes):
         if groups is None:
             return None
         # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
-        found, _ = attempt(lambda: _trained_in(path, step))
+        found, _ = attempt(lambda: trained_in(path, step))
         if (first := agree(agreement_group(self._group), None, found)[0]) is None:
             return None
         chosen, names = first
@@ -379,27 +399,22 @@ class Engine(Passes):
             )
         if not (self._is_boundary if boundary is None else boundary):
             return None
-        self._check_here("a step", "parameters", "the optimizer's state")
-        if self._is_averaged:
-            raise OptionError(
-                "a step takes the parameters; got one inside of engine.averaged(), where the "
-                "module has their average; step after the context"
-            )
+        self._check_step()
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
-        if self._groups is not None:
-            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
-            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
-            self._state = self._state._replace(opt_state=opt_state)
-        self._state, info = self.recipe.update(self._state, grads, loss)
-        self._buffers.merge(told.flags[1:])
-        if self._groups is not None:
-            self._groups.stepped()
-        self.grad_norm = float(info.grad_norm)
-        self._show()
-        self._begin()
-        return info
+        return self._stepped(lambda state: self.recipe.update(state, grads, loss), told.flags[1:])
+
+    def whole_step(self, batch: Any) -> StepInfo:
+        """Take a step of ``recipe``, by the loss of ``zero=`` instead of calls and backward passes.
+
+        Args:
+            batch: for that loss, such as one of :func:`zfun.pipeline`.
+        """
+        self.prepare()
+        self._check_step()
+        step = lambda state: self.recipe.step(state, batch)
+        return self._stepped(step, self._buffers.changed())
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
@@ -433,15 +448,3 @@ class Engine(Passes):
                 "zf.optim; read engine.state.opt_state"
             )
         return self._groups
-
-
-def _trained_in(path: str | Path, step: int | None) -> tuple[str, list[str]]:
-    """Return the path of a checkpoint, and the leaves that its run has trained."""
-    chosen = checkpoint.step_path(path, step)
-    keys = [entry.key.partition(".") for entry in checkpoint.read_manifest(chosen).leaves]
-    return str(chosen), [name for part, _, name in keys if part == "params"]
-
-
-def _no_loss(params: Any, batch: Any) -> Any:
-    """Stand for the loss, which the loop computes."""
-    raise AssertionError

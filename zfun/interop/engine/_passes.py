@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
+from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
 
@@ -28,7 +29,9 @@ _RUNNING = "zfun.interop.engine"
 class Passes(HeldModule):
     """A module with a state, and the sum of the gradients since the last step."""
 
+    recipe: Zero
     accumulate: int
+    clip_norm: float | None
     grad_norm: float | None = None
     keeps_grads = False
     plain_scale = 1.0
@@ -235,6 +238,29 @@ class Passes(HeldModule):
             if now is not grad or now._version != version:
                 found[name] = -value if now is None else now - value
         return found
+
+    def _check_step(self) -> None:
+        self._check_here("a step", "parameters", "the optimizer's state")
+        if self._is_averaged:
+            raise OptionError(
+                "a step takes the parameters; got one inside of engine.averaged(), where the "
+                "module has their average; step after the context"
+            )
+
+    def _stepped(self, step: Callable[[ZeroState], Any], new_buffers: Sequence[bool]) -> StepInfo:
+        """Step with the numbers that the groups have now, and begin the calls of the next step."""
+        if self._groups is not None:
+            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
+            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
+            self._state = self._state._replace(opt_state=opt_state)
+        self._state, info = step(self._state)
+        self._buffers.merge(new_buffers)
+        if self._groups is not None:
+            self._groups.stepped()
+        self.grad_norm = float(info.grad_norm)
+        self._show()
+        self._begin()
+        return info
 
     def _end_calls(self) -> None:
         for tape in self._open_tapes():

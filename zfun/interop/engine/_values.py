@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # pyrefly: ignore[missing-module-attribute]
 
-from zfun import stores, tree
+from zfun import checkpoint, stores, tree
 from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.layout import layout_of
 from zfun.optim import EmaState, MasterState, MissedSteps
+from zfun.placement import Cut, Held
 from zfun.recipes import ZeroState
 from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
@@ -85,18 +88,25 @@ class EngineBuffers:
     """The buffers of a live module, which are views of one flat value, ``flat``.
 
     As under DDP, a module writes its own buffers, in place or by assignment, and before the next
-    step all ranks have those of rank 0, or what another rule says.
+    step all ranks have those of rank 0, or what another rule says. ``spread`` says which ranks of
+    model axes have them.
     """
 
     def __init__(
-        self, module: nn.Module, rule: str, group: Group, init: str, values: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        rule: str,
+        group: Group,
+        init: str,
+        values: Mapping[str, Any],
+        spread: tuple[Cut | Held | None, ...] = (),
     ) -> None:
         if rule not in ("rank 0", "mean", "by rank"):
             raise OptionError(
                 f"buffers= is 'rank 0', 'mean' or 'by rank'; got {rule!r}; pass 'rank 0' for the "
                 "values of rank 0, as under DDP"
             )
-        self._module, self._rule, self._group = module, rule, group
+        self._module, self._rule, self._group, self._spread = module, rule, group, spread
         self._seen: dict[str, tuple[int, int]] = {}
         self.flat: Flat | None = None
         for prefix, owner in module.named_modules():
@@ -158,7 +168,9 @@ class EngineBuffers:
             for name, x in named.items()
         ):
             values = self.named()
-            self.flat = ravel(values, layout_of(values), self._group)
+            layout = layout_of(values)
+            own = (replace(slot, spread=self._spread) for slot in layout.leaves)
+            self.flat = ravel(values, replace(layout, leaves=tuple(own)), self._group)
             for name, view in unravel(self.flat).items():
                 named[name].data = view
         self._seen = {name: _mark(x) for name, x in named.items()}
@@ -257,3 +269,15 @@ def is_flat(value: Any) -> TypeGuard[Flat]:
 def parts_of(state: Any) -> tuple[list[str], list[Any]]:
     """Return the paths and the parts of an optimizer's state, with each ``Flat`` as one part."""
     return tree.paths(state, is_leaf=is_flat), tree.flatten(state, is_leaf=is_flat)[0]
+
+
+def trained_in(path: str | Path, step: int | None) -> tuple[str, list[str]]:
+    """Return the path of a checkpoint, and the leaves that its run has trained."""
+    chosen = checkpoint.step_path(path, step)
+    keys = [entry.key.partition(".") for entry in checkpoint.read_manifest(chosen).leaves]
+    return str(chosen), [name for part, _, name in keys if part == "params"]
+
+
+def no_loss(params: Any, batch: Any) -> Any:
+    """Stand for the loss, which the loop computes."""
+    raise AssertionError

@@ -195,7 +195,8 @@ def bubble(
     """
     times = {FORWARD: forward, BACKWARD: inputs + weights, INPUTS: inputs, WEIGHTS: weights}
     bars = spans_of(schedule, times)
-    busy, last = sum(end - begin for _, _, begin, end in bars), max((bar[3] for bar in bars), default=0.0)
+    busy = sum(end - begin for _, _, begin, end in bars)
+    last = max((bar[3] for bar in bars), default=0.0)
     return 1.0 - busy / (len(schedule) * last) if busy else 0.0
 
 

@@ -99,7 +99,7 @@ _BF16 = section("bf16",
     ignored("hysteresis", 2, _NO_LOSS_SCALE, count()),
     ignored("min_loss_scale", 1.0, _NO_LOSS_SCALE, real(0)),
 )
-_IN_LOSS = "sequence parallelism is a function of a group in your loss"
+_SEQUENCE = "activations between the ranks of a sequence have the dtype of the model"
 _SAME_MEAN = "changes the order of two factors, not the mean gradient"
 _DTYPES = (
     refused("amp", None, "Apex is not supported, nor does DeepSpeed take it with ZeRO; write "
@@ -118,8 +118,8 @@ _DTYPES = (
     refused("data_types.param_dtype", None, "set the dtype by bf16 or fp16 alone", _DTYPE),
     ignored("data_types.buffer_dtype", None, "buffers keep the dtypes of the tree that init() gets",
         _DTYPE),
-    ignored("seq_parallel_comm_data_type", torch.float32, _IN_LOSS, _DTYPE),
-    ignored("seq_parallel_communication_data_type", torch.float32, _IN_LOSS, _DTYPE),
+    ignored("seq_parallel_comm_data_type", torch.float32, _SEQUENCE, _DTYPE),
+    ignored("seq_parallel_communication_data_type", torch.float32, _SEQUENCE, _DTYPE),
     ignored("prescale_gradients", False, _SAME_MEAN),
     ignored("gradient_predivide_factor", 1.0, _SAME_MEAN, real(above=0)),
 )
@@ -162,6 +162,33 @@ _CHECKPOINTS = (
     ),
 )
 
+_IN_MODULE = "is an argument of deepspeed.pipe.PipelineModule; DeepSpeed ignores the key"
+_PIPELINE = section("pipeline",
+    mapped("activation_checkpoint_interval", 0, "PipelineModule(activation_checkpoint_interval=)",
+        count(), "for a PipelineModule that deepspeed.initialize gets"),
+    ignored("stages", "auto", _IN_MODULE, ANYTHING),
+    ignored("partition", "best", _IN_MODULE, ANYTHING),
+    ignored("seed_layers", False, _IN_MODULE),
+    ignored("pipe_partitioned", True, "activations go whole"),
+    ignored("grad_partitioned", True, "cotangents go whole"),
+    ignored("use_reentrant", True, "blocks are recomputed in one way"),
+)
+
+_OF_PLAN = "zf.interop.transformers.tp_plan(model), or your plan, says how matrices are cut"
+_AXES = (
+    mapped("sequence_parallel_size", 1, "Recipe.sequence", count(1),
+        "the group of recipe.zero() has this many ranks for each batch; other adapters refuse it"),
+    *section("tensor_parallel",
+        mapped("autotp_size", 0, "Recipe.tensor", count(),
+            "the loss of recipe.zero() is of zf.tensor_parallel(); other adapters refuse it"),
+        ignored("tp_overlap_comm", False, "changes how a step runs, not its result"),
+        ignored("tp.tp_size", 1, "autotp_size counts, in DeepSpeed too", count(1)),
+        ignored("tp.tp_grain_size", 1, _OF_PLAN, count(1)),
+        ignored("preset_model", None, _OF_PLAN, ANYTHING),
+        ignored("partition_config", None, _OF_PLAN, ANYTHING),
+    ),
+)
+
 _LOG = "log the StepInfo that step() returns"
 _PROFILE = "use zf.planner.profile"
 _OTHERS = (
@@ -187,17 +214,14 @@ _OTHERS = (
     ignored("managed_gradient_accumulation", True,
         "by zf.zero, where num_micro_batches sets the boundary; deepspeed.initialize obeys"),
     ignored("use_data_before_expert_parallelism", False, "the mesh of ranks is yours"),
-    ignored("pipeline", None, "DeepSpeed reads the section for a PipelineModule only"),
     refused("disable_allgather", False, "leave the key out: a step ends with new parameters"),
     refused("sparse_gradients", False,
         "leave the key out, and make embeddings with sparse=False: gradients are dense"),
     refused("gradient_allreduce_op", "mean",
         "leave the key out, and multiply the loss by the number of ranks", text("mean", "sum")),
-    refused("sequence_parallel_size", 1, f"leave the key out: {_IN_LOSS}", count(1)),
     *(
         refused(name, None, f"leave the section out: zfun has no {words}")
         for name, words in (
-            ("tensor_parallel", "tensor parallelism of its own; write it in the loss, over a mesh"),
             ("expert_parallel", "expert parallelism of its own; write it in the loss, over a mesh"),
             ("sparse_attention", "attention of its own; call the kernel in the loss"),
             ("compression_training", "pruning or quantisation-aware training"),
@@ -212,4 +236,6 @@ _OTHERS = (
     ),
 )
 
-RUN: tuple[Key, ...] = (*_BATCH, *_FP16, *_BF16, *_DTYPES, *_ELASTIC, *_CHECKPOINTS, *_OTHERS)
+RUN: tuple[Key, ...] = (
+    *_BATCH, *_FP16, *_BF16, *_DTYPES, *_ELASTIC, *_CHECKPOINTS, *_PIPELINE, *_AXES, *_OTHERS
+)
