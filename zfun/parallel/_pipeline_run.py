@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, Work
+from zfun.errors import OptionError
 from zfun.parallel._pipeline_messages import Arrival, Channel, form_of, grad_leaves
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.transforms import Pullback, add_grads, open_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import zlib
 import inspect
 from typing import Any
 
@@ -31,7 +32,9 @@ def test_bad_values_are_refused_clearly() -> None:
     """Every argument of every public function, with 20 bad values; all of them in the long form."""
     names = sorted(bad_values.public_functions())
     if FORM == "everyday":
-        names = [name for name in names if name not in bad_values.calls.SLOW][::4]
+        # By a hash of the name, so that a new function leaves the others in the sample.
+        chosen = (name for name in names if zlib.crc32(name.encode()) % 4 == 0)
+        names = [name for name in chosen if name not in bad_values.calls.SLOW]
     found = collections.Counter(answer.kind for answer in bad_values.answers(names))
     share = len(names) / len(bad_values.public_functions())
     assert found["raw"] <= MAX_RAW * share

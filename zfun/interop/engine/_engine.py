@@ -42,6 +42,7 @@ from zfun.interop.engine._values import (
     carried,
     deferred_values,
     named_leaves,
+    no_loss,
     trained_in,
 )
 from zfun.parallel import model_axes
@@ -197,7 +198,7 @@ class Engine(Passes):
                 )
         options: dict[str, Any] = {"trainable": lambda name, _: name in trained, **self._options}
         if "loss_fn" not in options:
-            options["loss_fn"] = _no_loss
+            options["loss_fn"] = no_loss
             # Stage 1 sums in backward too; see [Note: the engine].
             options["stage"] = 2 if options["stage"] == 1 else options["stage"]
         return recipes.zero(optimizer=rule, **options)
