@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import zlib
 import inspect
+import zlib
 from typing import Any
 
 import numpy as np

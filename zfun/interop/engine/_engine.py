@@ -74,9 +74,8 @@ class Engine(Passes):
         buffers: how the module's buffers are merged over the ranks at each step: ``"rank 0"``,
             ``"mean"`` or ``"by rank"``; see :func:`zfun.zero`.
         init: ``"check"`` that all ranks have the same values, or ``"broadcast"`` those of rank 0.
-        values: first values by name in place of the module's own, such as
-            :class:`zfun.sources.Deferred`; with ``"loss_fn"`` in ``zero``, the logical tree of that
-            loss by name, of which the module has the leaves of this rank.
+        values: first values by name in place of the module's own, also deferred ones; with
+            ``"loss_fn"`` in ``zero``, the logical tree of that loss, of which the module has a part.
         extra: parameters by name that the module does not have, such as those of a loss. They are
             whole, and their gradients stay in ``.grad`` until you drop them, as in torch.
 
