@@ -75,7 +75,7 @@ class Engine(Passes):
             ``"mean"`` or ``"by rank"``; see :func:`zfun.zero`.
         init: ``"check"`` that all ranks have the same values, or ``"broadcast"`` those of rank 0.
         values: first values by name in place of the module's own, also deferred ones; with
-            ``"loss_fn"`` in ``zero``, the logical tree of that loss, of which the module has a part.
+            ``"loss_fn"`` in ``zero``, the logical tree of that loss; the module has a part.
         extra: parameters by name that the module does not have, such as those of a loss. They are
             whole, and their gradients stay in ``.grad`` until you drop them, as in torch.
 
