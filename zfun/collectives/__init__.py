@@ -92,8 +92,8 @@ from zfun.collectives._roles import replica_group as replica_group
 from zfun.collectives._roles import whole_group as whole_group
 from zfun.collectives._rows import exchange_rows as exchange_rows
 from zfun.collectives._work import Work
-from zfun.collectives.backends._abstract import Board as Board
 from zfun.collectives.backends._abstract import NotLeftYet as NotLeftYet
+from zfun.collectives.backends._abstract import ShapeBoard as ShapeBoard
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._abstract import group_with_board as group_with_board
 from zfun.collectives.backends._local import single_group

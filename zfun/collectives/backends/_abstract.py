@@ -4,7 +4,7 @@
 Nothing moves in an abstract group, and almost no program asks what the other ranks have sent: all
 ranks have tensors of the same shapes. The stages of a pipeline have not, so a rank tells the next
 one the shapes of its messages (:func:`zfun.collectives.start_json`). Abstract ranks leave these on
-a :class:`Board`. A rank that reads what nobody has left yet ends with :class:`NotLeftYet`, which
+a :class:`ShapeBoard`. A rank that reads what nobody has left yet ends with :class:`NotLeftYet`, which
 names the rank that leaves it: whoever runs the ranks runs that one first, and then this one again.
 """
 
@@ -36,7 +36,7 @@ class NotLeftYet(Exception):
         self.key = key
 
 
-class Board:
+class ShapeBoard:
     """Values that ranks of an abstract group leave for each other; see [Note: boards].
 
     Attributes:
@@ -72,7 +72,7 @@ class _AbstractGroup(Group):
 
     __slots__ = ("board", "global_ranks", "rank", "size")
 
-    def __init__(self, rank: int, numbers: Sequence[int], board: Board | None) -> None:
+    def __init__(self, rank: int, numbers: Sequence[int], board: ShapeBoard | None) -> None:
         self.rank = rank
         self.size = len(numbers)
         self.global_ranks = numbers
@@ -123,6 +123,6 @@ def abstract_group(size: int, rank: int = 0) -> Group:
     return _AbstractGroup(int(rank), range(int(size)), None)
 
 
-def group_with_board(size: int, rank: int, board: Board) -> Group:
+def group_with_board(size: int, rank: int, board: ShapeBoard) -> Group:
     """Return an abstract group whose ranks leave values for each other."""
     return _AbstractGroup(rank, range(size), board)

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from zfun import tree
-from zfun.collectives import Board, NotLeftYet, Record
+from zfun.collectives import NotLeftYet, Record, ShapeBoard
 from zfun.parallel import Pipeline
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.placement import Held
@@ -31,14 +31,14 @@ Levels: TypeAlias = tuple[int, ...]
 """Bytes in each place by category, or other numbers, in a fixed order."""
 
 
-class Run(NamedTuple):
+class ActionRun(NamedTuple):
     """A block of actions that a rank repeats, and how often."""
 
     block: tuple[tuple[int, str], ...]
     count: int
 
 
-def runs_of(actions: Sequence[Action]) -> list[Run]:
+def runs_of(actions: Sequence[Action]) -> list[ActionRun]:
     """Return actions as blocks and their repetitions.
 
     Example:
@@ -47,7 +47,7 @@ def runs_of(actions: Sequence[Action]) -> list[Run]:
         [('F', 3), ('BF', 2), ('B', 2)]
     """
     kinds = [(action.stage, action.kind) for action in actions]
-    found: list[Run] = []
+    found: list[ActionRun] = []
     begin = 0
     while begin < len(kinds):
         best = 1, 1
@@ -59,7 +59,7 @@ def runs_of(actions: Sequence[Action]) -> list[Run]:
             if count > 1 and count * period > best[0] * best[1]:
                 best = period, count
         period, count = best
-        found.append(Run(tuple(kinds[begin : begin + period]), count))
+        found.append(ActionRun(tuple(kinds[begin : begin + period]), count))
         begin += period * count
     return found
 
@@ -91,7 +91,7 @@ def _renumbered(kinds: Iterable[tuple[int, str]]) -> tuple[Action, ...]:
     return tuple(made)
 
 
-def sources(runs: Sequence[Run], shorter: Sequence[Run]) -> Iterator[int]:
+def sources(runs: Sequence[ActionRun], shorter: Sequence[ActionRun]) -> Iterator[int]:
     """Yield for each action of some runs the place of the action that stands for it in others."""
     begin = 0
     for (block, count), (_, short) in zip(runs, shorter, strict=True):
@@ -102,7 +102,7 @@ def sources(runs: Sequence[Run], shorter: Sequence[Run]) -> Iterator[int]:
         begin += kept * len(block)
 
 
-class Counts(NamedTuple):
+class StepCounts(NamedTuple):
     """The counts of an observer at one moment.
 
     Attributes:
@@ -116,15 +116,15 @@ class Counts(NamedTuple):
     attention: tuple[tuple[str, int], ...]
 
 
-class Piece(NamedTuple):
+class StepPiece(NamedTuple):
     """A part of a step: what it adds to that before.
 
     Attributes:
         instants: the moments, with the bytes above those at the begin.
         change: the bytes at the end above those at the begin.
         records: the collectives.
-        numbers: as in :class:`Counts`.
-        attention: as in :class:`Counts`.
+        numbers: as in :class:`StepCounts`.
+        attention: as in :class:`StepCounts`.
     """
 
     instants: tuple[tuple[str, Levels], ...]
@@ -134,7 +134,9 @@ class Piece(NamedTuple):
     attention: collections.Counter[str]
 
 
-def pieces_of(course: Sequence[Instant], counts: Sequence[Counts], log: Sequence[Record]) -> Any:
+def pieces_of(
+    course: Sequence[Instant], counts: Sequence[StepCounts], log: Sequence[Record]
+) -> Any:
     """Cut a step at its marks.
 
     Args:
@@ -142,7 +144,7 @@ def pieces_of(course: Sequence[Instant], counts: Sequence[Counts], log: Sequence
         counts: at the begin, at each mark, and at the end.
         log: the collectives.
     """
-    found: list[Piece] = []
+    found: list[StepPiece] = []
     level = end = (0,) * (len(PLACES) * len(Bytes._fields))
     instants: list[tuple[str, Levels]] = []
     for place, instant in enumerate(course):
@@ -154,7 +156,7 @@ def pieces_of(course: Sequence[Instant], counts: Sequence[Counts], log: Sequence
             end = now
             before, after = counts[len(found)], counts[len(found) + 1]
             found.append(
-                Piece(
+                StepPiece(
                     tuple(instants),
                     _minus(end, level),
                     tuple(log[before.num_records : after.num_records]),
@@ -168,7 +170,7 @@ def pieces_of(course: Sequence[Instant], counts: Sequence[Counts], log: Sequence
     return found
 
 
-def joined(pieces: Iterable[Piece]) -> tuple[tuple[Instant, ...], Piece]:
+def joined(pieces: Iterable[StepPiece]) -> tuple[tuple[Instant, ...], StepPiece]:
     """Return the moments of pieces in a row, and the sum of the rest."""
     level: Levels = (0,) * (len(PLACES) * len(Bytes._fields))
     width = len(Bytes._fields)
@@ -185,7 +187,7 @@ def joined(pieces: Iterable[Piece]) -> tuple[tuple[Instant, ...], Piece]:
         records += piece.records
         numbers = piece.numbers if numbers is None else _plus(numbers, piece.numbers)
         attention.update(piece.attention)
-    return tuple(instants), Piece((), level, tuple(records), numbers or (), attention)
+    return tuple(instants), StepPiece((), level, tuple(records), numbers or (), attention)
 
 
 def _plus(one: Levels, other: Levels) -> Levels:
@@ -251,7 +253,7 @@ class Ranks:
         return min(found) if missing.key[0] == "activations" else max(found)
 
 
-class AlikeBoard(Board):
+class AlikeBoard(ShapeBoard):
     """A board on which a rank finds what a rank like another one has left."""
 
     ranks: Ranks | None = None

@@ -40,9 +40,9 @@ from zfun.planner._parts import Instant, Live
 from zfun.planner.plans._flops import FlopCounter, Flops, Touched
 from zfun.planner.plans._folded import (
     AlikeBoard,
-    Counts,
-    Piece,
     Ranks,
+    StepCounts,
+    StepPiece,
     folded,
     joined,
     pieces_of,
@@ -85,7 +85,7 @@ class Observer:
         self.meter = Meter(device)
         self.group = record(self.meter.watch(group))
         self._flops, self._attention = FlopCounter(), AttentionCounter()
-        self._counts: list[Counts] = []
+        self._counts: list[StepCounts] = []
         self._course: list[Instant] = []
 
     def __enter__(self) -> Observer:
@@ -111,7 +111,7 @@ class Observer:
         self.meter.mark()
         self._counts.append(self._count())
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StepPiece]:
         """Return the pieces of the described step."""
         return pieces_of(self._course, self._counts, self.group.log)
 
@@ -136,9 +136,9 @@ class Observer:
             num_leaves(state),
         )
 
-    def _count(self) -> Counts:
+    def _count(self) -> StepCounts:
         numbers = *self._flops.flops(), *self._flops.touched(), *Moved(**self.meter.crossed)
-        return Counts(len(self.group.log), numbers, self._attention.counts())
+        return StepCounts(len(self.group.log), numbers, self._attention.counts())
 
 
 def _sent(log: Iterable[Record]) -> tuple[Sent, ...]:
@@ -276,7 +276,7 @@ def planned(
 
     ranks = board.ranks = _foldable(lambda number: made(number)[1], rank, params) if fold else None
     plans: dict[int, Plan] = {}
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[StepPiece]] = {}
     # Ranks that are not done, and what each of them waits for.
     waiting: dict[int, NotLeftYet | None]
     waiting = dict.fromkeys([rank] if ranks is None else ranks.shown_by.values())
@@ -348,7 +348,7 @@ def _plan_of(
             return observer.plan(after[0])
 
 
-def _unfolded(number: int, ranks: Ranks, shown: Plan, pieces: Sequence[Piece]) -> Plan:
+def _unfolded(number: int, ranks: Ranks, shown: Plan, pieces: Sequence[StepPiece]) -> Plan:
     """Return the plan of a rank, from the pieces of the step of one that is like it."""
     places = [*sources(ranks.runs[number], ranks.runs[shown.rank])]
     first, *middle, last = pieces
