@@ -4,8 +4,9 @@
 Nothing moves in an abstract group, and almost no program asks what the other ranks have sent: all
 ranks have tensors of the same shapes. The stages of a pipeline have not, so a rank tells the next
 one the shapes of its messages (:func:`zfun.collectives.start_json`). Abstract ranks leave these on
-a :class:`ShapeBoard`. A rank that reads what nobody has left yet ends with :class:`NotLeftYet`, which
-names the rank that leaves it: whoever runs the ranks runs that one first, and then this one again.
+a :class:`ShapeBoard`. A rank that reads what nobody has left yet ends with :class:`NotLeftYet`,
+which names the rank that leaves it: whoever runs the ranks runs that one first, and then this one
+again.
 """
 
 from __future__ import annotations
