@@ -124,7 +124,7 @@ $(GPU_VENV)/.gpu: pyproject.toml
 
 # The tag waits for packages that are right and for a checkout without changes.
 release: $(VENV)/.release
-	git diff --quiet HEAD
+	test -z "$$(git status --porcelain)"
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*

@@ -47,7 +47,13 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("zfun"):
+                raise
+            # hasattr() and help() take an absent extra for an absent name.
+            raise AttributeError(f"module {__name__!r} has no {name!r} here: {error}") from error
     names = importlib.import_module(f"{__name__}._names")
     if name not in (*names.__all__, "__all__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -108,7 +108,7 @@ def main() -> None:
     lines = ["| schedule | waits, measured | waits, formula | distance |", "|---|---|---|---|"]
     # One process imports the libraries for all.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zfun"])
+    context.set_forkserver_preload(["zfun._names"])
     with Workers(args.ranks, context=context) as workers:
         for name in SCHEDULES:
             measured, formula = waits(workers, name, args)

@@ -169,7 +169,10 @@ def check_steps(device: str) -> None:
             with ops.use("reference"):
                 rule(*expected[:-1], *absent, expected[-1])
             kernels = SimpleNamespace(step=through)
-            with mock.patch("zfun.ops._steps.triton_for", return_value=kernels):
+            with (
+                mock.patch("zfun.ops._steps.triton_for", return_value=kernels),
+                mock.patch("zfun.ops._steps.is_plain", return_value=False),
+            ):
                 rule(*found[:-1], *absent, found[-1])
             for place, (a, b) in enumerate(zip(found, expected, strict=True)):
                 if a is None or b is None:

@@ -30,16 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage: zfun [-h] [--version] ...
         2
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not hasattr(args, "run"):
-        args.parser.print_help()
-        return 2
     try:
-        _check_file(args)
-        status = args.run(args)
-        sys.stdout.flush()
-        return status
+        try:
+            args = _parser().parse_args(argv)
+            if not hasattr(args, "run"):
+                args.parser.print_help()
+                return 2
+            _check_file(args)
+            return args.run(args)
+        finally:
+            # Here, and not at exit, because the reader may have left.
+            sys.stdout.flush()
     except ZfunError as error:
         print(f"zfun: {error}", file=sys.stderr)
         return 2
@@ -56,11 +57,18 @@ def _check_file(args: argparse.Namespace) -> None:
     names = {"path": "PATH", "other": "OTHER", "hf": "config.json", "hardware": "--hardware"}
     for key, name in names.items():
         path = getattr(args, key, None)
-        if isinstance(path, Path) and not (path.exists() or hasattr(args, "may_be_missing")):
+        if isinstance(path, Path) and not (hasattr(args, "may_be_missing") or _exists(path)):
             raise ZfunError(
                 f"the command reads files that exist; got {str(path)!r} for {name}; check the "
                 f"path, which is relative to {str(Path.cwd())!r}"
             )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long a name, or a folder that may not be read
+        return False
 
 
 def _parser() -> argparse.ArgumentParser:

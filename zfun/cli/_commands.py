@@ -84,8 +84,8 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--mesh", type=mesh_sizes, metavar="SIZES", help=words)
     words = "with --mesh: micro-batches of a step (default: one for each row in a pipeline, else 1)"
     plan.add_argument("--micro-batches", type=positive, metavar="N", help=words)
-    words = "with --mesh: the stage of ZeRO (default: %(default)s)"
-    plan.add_argument("--stage", type=int, choices=range(4), default=1, help=words)
+    words = "with --mesh: the stage of ZeRO (default: 1)"
+    plan.add_argument("--stage", type=int, choices=range(4), help=words)
     words = "with --mesh: recompute layers in backward"
     plan.add_argument("--recomputed", action="store_true", help=words)
     plan.add_argument(
@@ -138,6 +138,16 @@ def _io_bench(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    alone = {
+        "--stage": args.stage is not None,
+        "--micro-batches": args.micro_batches is not None,
+        "--recomputed": args.recomputed,
+    }
+    if args.mesh is None and (given := [name for name in alone if alone[name]]):
+        raise ZfunError(
+            f"{' and '.join(given)} belong to a mesh, because without one all stages are planned; "
+            "got no --mesh; add one, such as --mesh dp=-1"
+        )
     from zfun import demo
 
     limits = {"device_bytes": args.device_memory, "host_bytes": args.host_memory}
@@ -162,7 +172,7 @@ def _plan(args: argparse.Namespace) -> int:
         machine,
         ranks=args.ranks,
         choice=demo.MeshChoice(
-            args.mesh, args.stage, args.micro_batches, args.recomputed, precision
+            args.mesh, args.stage or 0 if args.stage is not None else 1, args.micro_batches, args.recomputed, precision
         ),
         rows=args.rows,
         length=args.length,

@@ -97,7 +97,15 @@ def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length:
     # transformers takes seconds to import.
     from zfun.interop.transformers import mesh_batch, mesh_loss
 
-    is_pipeline = choice.sizes.get("pp", 1) != 1
+    sizes = dict(choice.sizes) if {"dp", "sp"} & choice.sizes.keys() else {"dp": 1, **choice.sizes}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {name: max(1, ranks // known) if x == -1 else x for name, x in sizes.items()}
+    if length % sizes.get("sp", 1):
+        raise OptionError(
+            f"the ranks of a sequence axis divide the tokens; got sp={sizes['sp']} for a length of "
+            f"{length}; use a length that sp divides"
+        )
+    is_pipeline = sizes.get("pp", 1) != 1
     count = choice.micro_batches or (rows if is_pipeline else 1)
 
     def make(axes: Any) -> Any:
@@ -111,7 +119,6 @@ def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length:
             num_micro_batches=1 if axes.sizes.get("pp", 1) > 1 else count,
         )
 
-    sizes = dict(choice.sizes) if {"dp", "sp"} & choice.sizes.keys() else {"dp": 1, **choice.sizes}
     return plan_of(
         make,
         functional(module).params,

@@ -106,7 +106,14 @@ def _difference_at(
     in_params = _differing(seen.params, right.after, scales(changes, least), tolerance)
     in_grads: list[int] = []
     if seen.grads is not None:
-        in_grads = _differing(seen.grads, right.grads, scales(right.grads), tolerance)
+        floors: list[float] = []
+        if trace.mesh is not None and tolerance:
+            # These are differences of parameters, which round to the dtype of the parameters.
+            floors = [
+                torch.finfo(x.dtype).eps * float(torch.linalg.vector_norm(y)) / tolerance
+                for x, y in zip(seen.params, right.before, strict=True)
+            ]
+        in_grads = _differing(seen.grads, right.grads, scales(right.grads, floors), tolerance)
     if in_grads:
         return "gradients", in_grads
     if in_params:

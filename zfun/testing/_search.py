@@ -53,7 +53,7 @@ class Search:
                     continue
                 other = self.find(candidate)
                 # An error stays an error: another one would hide the first.
-                if other is not None and type(other) is type(found):
+                if other is not None and _is_alike(other, found):
                     case, found, is_smaller = candidate, other, True
                     break
         return case, found
@@ -140,3 +140,10 @@ def _where(evidence: Evidence) -> str:
         f"the error is {error_of(found, wanted):.3g} of {what} of norm {norm:.3g}{elements}, on "
         f"{named}; {losses}"
     )
+
+
+def _is_alike(other: Difference | Failure | None, found: Difference | Failure) -> bool:
+    """Whether both are differences, or errors of one type."""
+    if isinstance(other, Failure) and isinstance(found, Failure):
+        return type(other.error) is type(found.error)
+    return type(other) is type(found)

@@ -45,7 +45,7 @@ def drawn(rows: Sequence[Sequence[tuple[float, float, Action]]], title: str) -> 
     for rank, row in enumerate(rows):
         for start, length, (stage, kind, k) in row:
             # Later rounds of stages on a rank are lighter.
-            alpha = 1.0 - 0.55 * (stage // len(rows)) / max(1, num_stages // len(rows) - 1)
+            alpha = 1.0 - 0.55 * (stage // len(rows)) / max(1, (num_stages - 1) // len(rows))
             axes.barh(
                 rank,
                 length,

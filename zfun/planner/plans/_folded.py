@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from zfun import tree
@@ -23,7 +24,7 @@ from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.placement import Held
 from zfun.planner._buffers import MARK
 from zfun.planner._parts import PLACES, Bytes, Instant
-from zfun.sources.deferred import memory_of
+from zfun.sources.deferred import memory_of, spec_of
 
 KEPT = 3
 
@@ -204,6 +205,7 @@ class Ranks:
     Args:
         losses: the loss of each rank, by global rank.
         params: the logical tree.
+        trainable: which leaves are trained, by path and leaf; ``None`` for all.
 
     Attributes:
         losses: as given.
@@ -212,12 +214,17 @@ class Ranks:
         shown_by: the rank that is run for each rank.
     """
 
-    def __init__(self, losses: Mapping[int, Pipeline], params: tree.Tree) -> None:
+    def __init__(
+        self,
+        losses: Mapping[int, Pipeline],
+        params: tree.Tree,
+        trainable: Callable[[str, Any], bool] | None,
+    ) -> None:
         self.losses = losses
         self._kinds: dict[int, Hashable] = {}
         self.names: dict[int, tuple[str, ...]] = {}
         for rank, loss in losses.items():
-            self._kinds[rank], self.names[rank] = _kind_of(rank, loss, params)
+            self._kinds[rank], self.names[rank] = _kind_of(rank, loss, params, trainable)
         self.runs = {rank: runs_of(loss.actions) for rank, loss in losses.items()}
         chosen: dict[Hashable, int] = {}
         keys = {
@@ -250,7 +257,8 @@ class Ranks:
             return missing.rank
         # Activations come from the first stage, cotangents from the last one.
         found = self.alike(missing.rank)
-        return min(found) if missing.key[0] == "activations" else max(found)
+        stage_of = lambda rank: min(self.losses[rank].stages)
+        return (min if missing.key[0] == "activations" else max)(found, key=stage_of)
 
 
 class AlikeBoard(ShapeBoard):
@@ -268,28 +276,47 @@ class AlikeBoard(ShapeBoard):
         )
 
 
-def _kind_of(rank: int, loss: Pipeline, params: tree.Tree) -> tuple[Hashable, tuple[str, ...]]:
+def _kind_of(
+    rank: int,
+    loss: Pipeline,
+    params: tree.Tree,
+    trainable: Callable[[str, Any], bool] | None,
+) -> tuple[Hashable, tuple[str, ...]]:
     """Return all that the steps of two ranks must have in common, and names of the leaves."""
     pipe, *others = loss.model_axes
     places = collections.Counter(map(memory_of, tree.leaves(params)))
     leaves: list[Hashable] = []
-    names: dict[str, None] = {}
+    names: dict[str, int] = {}
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         held = pipe.rule(path, leaf)
         assert isinstance(held, Held)
         if pipe.group.rank not in held.ranks:
             continue
-        names[path.split(".")[0]] = None
+        # A plan counts bytes by the first part of a path.
+        place = names.setdefault(path.split(".")[0], len(names))
+        is_trained = trainable is None or bool(trainable(path, spec_of(leaf)))
         # The messages of tied leaves depend on the ranks that hold these.
         tied = rank if len(held.ranks) > 1 or places[memory_of(leaf)] > 1 else None
         rules = (axis.rule(path, leaf) for axis in others)
-        leaves.append((tuple(leaf.shape), leaf.dtype, tied, *rules))
+        leaves.append((place, tuple(leaf.shape), leaf.dtype, tied, is_trained, *rules))
     stages = [(stage.is_first, stage.is_last, _code_of(stage.fn)) for stage in loss.stages.values()]
     return (*leaves, *stages), tuple(names)
 
 
 def _code_of(fn: Any) -> Hashable:
-    """Return the place of a function in the source, below the transforms around it."""
+    """Return the place of a function in the source, below the transforms around it.
+
+    The plain values of its closure belong to it: flags that a factory of stages was given.
+    """
     while (inner := getattr(fn, "__wrapped__", None) or getattr(fn, "func", None)) is not None:
         fn = inner
-    return getattr(fn, "__code__", None) or id(fn)
+    cells = [_content_of(cell) for cell in getattr(fn, "__closure__", None) or ()]
+    plain = tuple(x for x in cells if isinstance(x, (bool, int, float, str)))
+    return getattr(fn, "__code__", None) or id(fn), plain
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -181,7 +181,7 @@ class Forecast(NamedTuple):
         loss_s: seconds that the operations of the loss and the work of the rank for its messages
             and leaves may take beside ``compute_s``.
         least_network_s: seconds of collectives that enter each host once.
-        bubble_s: seconds in which the stages of a pipeline wait for each other, beside all others.
+        bubble: the share of a step in which the stages of a pipeline wait for each other.
     """
 
     compute_s: float
@@ -191,19 +191,20 @@ class Forecast(NamedTuple):
     update_s: float = 0.0
     loss_s: float = 0.0
     least_network_s: float | None = None
-    bubble_s: float = 0.0
+    bubble: float = 0.0
 
     @property
     def at_least_s(self) -> float:
         """Seconds of a step in which everything overlaps."""
         least = self.network_s if self.least_network_s is None else self.least_network_s
-        busy = max(self.compute_s + self.bubble_s, least, self.host_link_s, self.disk_s)
+        busy = max(self.compute_s / (1.0 - self.bubble), least, self.host_link_s, self.disk_s)
         return max(busy, self.update_s)
 
     @property
     def at_most_s(self) -> float:
         """Seconds of a step in which nothing overlaps."""
-        return sum(self[:6]) + self.bubble_s  # type: ignore[arg-type]
+        # Stages wait as long as others take for their parts of it.
+        return sum(self[:6]) / (1.0 - self.bubble)  # type: ignore[arg-type]
 
     @property
     def bottleneck(self) -> str:
@@ -241,7 +242,8 @@ def forecast(work: StepWork, hardware: Hardware) -> Forecast:
     within = work.sent.get("inner", 0) / inside
     for axis, num_bytes in work.sent.items():
         if axis not in ("", "inner", "outer"):
-            is_inside = _extent(axis, work) <= per_host
+            # Groups of another size lie across hosts too.
+            is_inside = work.num_ranks <= per_host or per_host % _extent(axis, work) == 0
             within += num_bytes / (inside if is_inside else min(hardware.network, inside))
     # Messages of a group without axes stay in a host, or enter each host at least once, in parts
     # that the ranks of the host share.
@@ -264,7 +266,7 @@ def forecast(work: StepWork, hardware: Hardware) -> Forecast:
         + work.num_leaves * hardware.leaf_s
         + hardware.step_s,
         min(least, most) + across + within + starts,
-        compute_s * work.bubble / (1.0 - work.bubble),
+        work.bubble,
     )
 
 

@@ -238,14 +238,13 @@ def plan(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020).
     """
-    meshed = None if mesh is None else Meshed(mesh, fold)
-    return planned(recipe, params, batch, group, steps, device, meshed=meshed)
+    return planned(recipe, params, batch, group, steps, device, meshed=Meshed(mesh, fold))
 
 
 class Meshed(NamedTuple):
     """The axes of a plan, and whether it is folded."""
 
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int] | None
     fold: bool = False
 
 
@@ -274,7 +273,9 @@ def planned(
         axes = named_mesh(observer.group, **mesh)
         return observer, recipe(axes), tuple(axes.sizes.items())
 
-    ranks = board.ranks = _foldable(lambda number: made(number)[1], rank, params) if fold else None
+    ranks: Ranks | None = None
+    if fold:
+        ranks = board.ranks = _foldable(lambda number: made(number)[1], rank, params, batch)
     plans: dict[int, Plan] = {}
     pieces: dict[int, list[StepPiece]] = {}
     # Ranks that are not done, and what each of them waits for.
@@ -306,17 +307,32 @@ def planned(
     return dataclasses.replace(plans[rank], stages=stages)
 
 
-def _foldable(made: Callable[[int], Any], rank: int, params: tree.Tree) -> Ranks | None:
+def _foldable(
+    made: Callable[[int], Any], rank: int, params: tree.Tree, batch: Any
+) -> Ranks | None:
     """Return the ranks of a pipeline of which actions can be left out, if there is one."""
-    loss = _pipeline_of(made(rank))
-    if loss is None:
+    run = made(rank)
+    loss = _pipeline_of(run)
+    if loss is None or not _are_alike(split_batch(batch, loss.num_micro_batches)):
         return None
     losses = {number: made(number) for number in global_ranks(loss.model_axes[0].group)}
     found = {number: _pipeline_of(run) for number, run in losses.items()}
     pipelines = {number: one for number, one in found.items() if one is not None}
     if any(len(one.stages) > 1 or folded(one.actions) is None for one in pipelines.values()):
         return None
-    return Ranks(pipelines, params)
+    return Ranks(pipelines, params, run.options.trainable)
+
+
+def _are_alike(micro_batches: Sequence[Any]) -> bool:
+    """Whether micro-batches have one form, so that one of them stands for all."""
+    forms = {
+        tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in open_batch(one).leaves
+        )
+        for one in micro_batches
+    }
+    return len(forms) == 1
 
 
 def _plan_of(
