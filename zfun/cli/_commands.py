@@ -15,6 +15,7 @@ from zfun.cli._parsing import (
     positive,
     size,
 )
+from zfun.errors import ZfunError
 
 _DEMO = """\
 Trains a byte-level GPT on the source text of Python's own standard library, on local processes of
@@ -172,7 +173,11 @@ def _plan(args: argparse.Namespace) -> int:
         machine,
         ranks=args.ranks,
         choice=demo.MeshChoice(
-            args.mesh, args.stage or 0 if args.stage is not None else 1, args.micro_batches, args.recomputed, precision
+            args.mesh,
+            args.stage or 0 if args.stage is not None else 1,
+            args.micro_batches,
+            args.recomputed,
+            precision,
         ),
         rows=args.rows,
         length=args.length,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zfun.errors import OptionError
 from zfun.modules import functional
 from zfun.optim import adamw
 from zfun.options import BOOL, PATH, instance, integer, one_of, takes

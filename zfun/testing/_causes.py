@@ -78,9 +78,7 @@ def cause_by_axis(evidence: Evidence) -> str:
         )
     named = " and ".join(f"{name!r} ({count} ranks)" for name, count in axes.items())
     if difference.kind != "loss" and difference.leaves:
-        found, right = (
-            torch.view_as_real(x) if x.is_complex() else x for x in evidence.leaf_of()
-        )
+        found, right = (torch.view_as_real(x) if x.is_complex() else x for x in evidence.leaf_of())
         factor = float((found * right).sum() / right.square().sum())
         off = float(torch.linalg.vector_norm(found - factor * right))
         if off <= 4 * evidence.tolerance * float(torch.linalg.vector_norm(found)):

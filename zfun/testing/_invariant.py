@@ -82,9 +82,9 @@ def assert_invariant(
             ``zf.zero(...)`` or a :class:`zfun.recipes.Zero` of your own, in place of compositions.
             With ``mesh=``, ``make(mesh)`` returns the loss over the mesh, such as
             ``zf.tensor_parallel(loss_fn, mesh["tp"], plan)``.
-        mesh: sizes of axes by name, as for :func:`zfun.mesh` without -1. Stages 0 to 3 run over the axes that
-            the loss of ``make(mesh)`` does not cut; batches differ along these. Ranks that share a
-            leaf must keep equal bits of it.
+        mesh: sizes of axes by name, as for :func:`zfun.mesh` without -1. Stages 0 to 3 run
+            over the axes that the loss of ``make(mesh)`` does not cut; batches differ along these.
+            Ranks that share a leaf must keep equal bits of it.
         transform: your transform of gradient functions, ``gradient_fn -> gradient_fn``: outermost
             in every composition, and around plain autograd.
         wrap_group: ``group -> group``, your own group around the simulated one.
@@ -95,8 +95,8 @@ def assert_invariant(
             divides the part of every rank. By default 1, and 2 where the parts have an even number
             of rows. Your own loop of ``make`` has its own.
         num_steps: number of steps; a stale value shows from the second on.
-        split: ``split(batch, n)`` returns the batches of n ranks; by default parts of the rows. Over
-            a mesh n is the number of data ranks, of which the first axis counts fastest.
+        split: ``split(batch, n)`` returns the batches of n ranks; by default parts of the rows.
+            Over a mesh n is the number of data ranks, of which the first axis counts fastest.
         trainable: which leaves are trained, by path and leaf; by default floating and complex ones.
         unmoved: paths of trained leaves that may keep their values.
         dtype: of floating leaves and batches in all runs; None keeps theirs, and then the plain

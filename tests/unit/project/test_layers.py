@@ -192,7 +192,8 @@ def test_the_import_prints_nothing_and_changes_no_setting_of_torch() -> None:
     program = (
         "import torch, warnings; warnings.simplefilter('error');before = "
         "(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), "
-        "torch.initial_seed());import zfun, sys;zfun.zero;assert before == (torch.get_num_threads(), "
+        "torch.initial_seed());import zfun, sys;zfun.zero;"
+        "assert before == (torch.get_num_threads(), "
         "torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed());assert not "
         "torch.distributed.is_initialized();assert 'hypothesis' not in sys.modules and "
         "'transformers' not in sys.modules and 'lightning' not in sys.modules and "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import (
@@ -50,6 +51,7 @@ from zfun.planner.plans._folded import (
 )
 from zfun.planner.plans._kept import bytes_by_path, num_leaves
 from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
+from zfun.transforms import open_batch, split_batch
 
 _MESH = instance(Mapping, "the size of each axis, by name", "{'pp': 2, 'dp': 4}")
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
@@ -307,9 +309,7 @@ def planned(
     return dataclasses.replace(plans[rank], stages=stages)
 
 
-def _foldable(
-    made: Callable[[int], Any], rank: int, params: tree.Tree, batch: Any
-) -> Ranks | None:
+def _foldable(made: Callable[[int], Any], rank: int, params: tree.Tree, batch: Any) -> Ranks | None:
     """Return the ranks of a pipeline of which actions can be left out, if there is one."""
     run = made(rank)
     loss = _pipeline_of(run)
