@@ -72,7 +72,8 @@ class _RowsCall(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.call, ctx.started = inputs
+        # Not the handle, which holds the output: the two would keep each other for good.
+        _, ctx.group, ctx.call, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

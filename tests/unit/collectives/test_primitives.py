@@ -6,6 +6,8 @@ rank is ``y = A(x)``, ``loss = f(y, r)``; together the ranks compute the sum of 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 from zfun.collectives import (
     Group,
+    Work,
     abstract_group,
     all_gather,
     all_reduce,
@@ -349,3 +352,36 @@ def test_a_wrong_dim_is_refused() -> None:
         reduce_scatter(torch.ones(3), group)
     with pytest.raises(OptionError, match="each rank of 0 to 1 once"):
         permute(torch.ones(3), group, (0, 0))
+
+
+STARTED: dict[str, Callable[[Tensor, Group], Work]] = {
+    "all_reduce": start_all_reduce,
+    "all_gather": start_all_gather,
+    "reduce_scatter": start_reduce_scatter,
+    "broadcast": start_broadcast,
+    "permute": lambda x, group: start_permute(x, group, [1, 0]),
+    "all_to_all": start_all_to_all,
+}
+
+
+@pytest.mark.parametrize("start", STARTED.values(), ids=STARTED)
+def test_a_started_collective_leaves_no_graph_behind(start: Callable[..., Work]) -> None:
+    """A graph and the handle of its collective do not keep each other: activations would stay."""
+
+    def main(group: Group) -> None:
+        weight = torch.ones(4, 2, requires_grad=True)
+        saved = []
+        for _ in range(3):
+            x = weight * 2
+            saved.append(weakref.ref(x))
+            out = start(x, group).wait()
+            out.sum().backward()
+            del x, out
+        assert [ref() for ref in saved] == [None] * 3
+
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(2, main)
+    finally:
+        gc.enable()

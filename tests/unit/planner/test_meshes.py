@@ -322,3 +322,79 @@ def test_the_command_plans_a_mesh_of_a_model_of_hugging_face(
     assert "knows the axes pp, dp, sp and tp" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*given, "--mesh", "dp=8,dp=8"])
+
+
+STAGES = [{"w": torch.empty(8, 8, device="meta")} for _ in range(5)]
+
+
+def five_stages(
+    mesh: Any, functions: Any = None, trainable: Any = None, batches: int = 6
+) -> zf.recipes.Zero[Any, Any]:
+    inner = functions or [lambda p, x: torch.tanh(x @ p["w"])] * 4
+    last = lambda p, x, batch: (x @ p["w"]).square().mean()
+    loss = zf.pipeline([*inner, last], mesh["pp"], num_micro_batches=batches)
+    return zf.zero(1, loss, zf.optim.adamw(0.1), mesh["dp"], trainable=trainable)
+
+
+def same_folded(make: Any, batch: Any) -> None:
+    for rank in (0, 2):
+        found = [
+            zf.plan(make, STAGES, batch, zf.collectives.abstract_group(5, rank=rank), **options)
+            for options in (
+                {"mesh": {"pp": 5, "dp": 1}, "fold": True},
+                {"mesh": {"pp": 5, "dp": 1}},
+            )
+        ]
+        assert [one.by_path for one in found[0].stages] == [one.by_path for one in found[1].stages]
+        assert [one.instants for one in found[0].stages] == [
+            one.instants for one in found[1].stages
+        ]
+
+
+def test_stages_that_differ_in_what_is_trained_or_captured_are_not_folded_into_one() -> None:
+    """Two of the inner stages are frozen; or apply their matrix again."""
+
+    def times(count: int) -> Any:
+        def stage(p: Any, x: Tensor) -> Tensor:
+            for _ in range(count):
+                x = torch.tanh(x @ p["w"])
+            return x
+
+        return stage
+
+    batch = torch.empty(12, 8)
+    frozen = lambda path, leaf: path not in ("1.w", "2.w")
+    same_folded(lambda mesh: five_stages(mesh, trainable=frozen), batch)
+    again = [times(1), times(1), times(3), times(1)]
+    same_folded(lambda mesh: five_stages(mesh, again), batch)
+
+
+def test_micro_batches_of_several_forms_are_not_folded() -> None:
+    rows = [torch.empty(2, 8)] * 5 + [torch.empty(40, 8)]
+    same_folded(five_stages, zf.transforms.MicroBatches(rows))
+
+
+def test_a_forecast_of_a_pipeline_waits_for_all_parts_of_a_stage() -> None:
+    machine = zf.planner.Hardware(flops_per_s=1e6, network=1e6, touch=1e6, op_s=1e-3)
+    found = zf.plan(five_stages, STAGES, torch.empty(12, 8), mesh={"pp": 5, "dp": 1}).on(machine)
+    assert found.bubble == pytest.approx(4 / 10)
+    assert found.at_least_s >= found.compute_s / 0.6
+    assert found.at_most_s == pytest.approx(sum(found[:6]) / 0.6)  # pyrefly: ignore[no-matching-overload]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--mesh", "dp=2,sp=3", "--length", "32"], "sp divides"),
+        (["--stage", "3"], "--stage belong to a mesh"),
+        (["--recomputed", "--micro-batches", "2"], "--micro-batches and --recomputed belong"),
+    ],
+)
+def test_the_command_refuses_options_that_do_not_fit(
+    words: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16).save_pretrained(tmp_path)
+    config = str(tmp_path / "config.json")
+    assert cli.main(["plan", "--hf", config, "--ranks", "6", *words]) == 2
+    assert error in capsys.readouterr().err

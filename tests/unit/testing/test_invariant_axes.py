@@ -148,3 +148,31 @@ def test_options_that_do_not_go_with_a_mesh_are_refused(
 ) -> None:
     with pytest.raises(OptionError, match=words):
         check(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_right_program_passes_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Gradients over a mesh are differences of parameters, which round."""
+    large = [{name: x + 1.0 for name, x in layer.items()} for layer in params()]
+    cut = lambda mesh: zf.tensor_parallel(plain, mesh["tp"], PLAN)
+    narrow = zf.tree.map(lambda x: x.to(dtype), large)
+    assert_invariant(
+        plain,
+        narrow,
+        BATCH.to(dtype),
+        optim.sgd(0.1),
+        cut,
+        mesh={"dp": 2, "tp": 2},
+        num_steps=2,
+        dtype=None,
+    )
+
+
+def test_the_first_error_stays_where_a_smaller_mesh_has_another() -> None:
+    def make(mesh: Any) -> Any:
+        def failing(p: Any, batch: Tensor) -> Tensor:
+            raise KeyError("the first") if mesh.sizes["tp"] == 2 else ValueError("another")
+
+        return zf.tensor_parallel(failing, mesh["tp"], PLAN)
+
+    assert "KeyError" in message(make, dp=2, tp=2)
