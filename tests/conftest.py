@@ -25,7 +25,7 @@ torch.set_printoptions(threshold=8, edgeitems=2)
 FORM = os.environ.get("ZFUN_TESTS", "everyday")
 # A test with more cases than this is thinned in `make test`.
 _MANY = 6
-_SCALES = {"everyday": 0.125, "all": 3, "search": 50}
+_SCALES = {"everyday": 0.125, "all": 2, "search": 50}
 if FORM not in _SCALES:
     raise pytest.UsageError(f"ZFUN_TESTS is one of {', '.join(_SCALES)}; got {FORM!r}")
 
