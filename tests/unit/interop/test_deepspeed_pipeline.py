@@ -214,6 +214,39 @@ def test_recomputed_layers_with_tuples_change_no_number(stage: int, interval: in
     assert once[0].losses[0] != once[0].losses[1]
 
 
+class Lone(nn.Module):
+    """A layer whose input and output are tuples of one tensor."""
+
+    def __init__(self, kind: type[nn.Module], *sizes: int) -> None:
+        super().__init__()
+        self.inner = kind(*sizes)
+
+    def forward(self, x: tuple[Tensor]) -> tuple[Tensor]:
+        assert isinstance(x, tuple)
+        return (self.inner(*x),)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tuple_of_one_tensor_stays_a_tuple(pp: int) -> None:
+    """A loader makes lists of tuples, of the labels too."""
+    sizes = [(nn.Embedding, VOCABULARY, WIDTH), (nn.Linear, WIDTH, VOCABULARY)]
+
+    def main(group: zf.Group) -> float:
+        engine = made(
+            group,
+            pp=pp,
+            layers=lambda: [LayerSpec(Lone, *x) for x in sizes],
+            loss_fn=lambda out, label: loss_of(*out, *label) if type(label) is tuple else None,
+        )
+        return float(engine.train_batch(([x], [y]) for x, y in batches(0)))
+
+    module = Plain([LayerSpec(*x) for x in sizes])
+    pairs = [batch(number, 0) for number in range(MICRO)]
+    with torch.no_grad():
+        expected = float(sum(loss_of(module(x), y) for x, y in pairs)) / MICRO
+    assert zf.simulate(pp, main) == pytest.approx([expected] * pp, rel=1e-5)
+
+
 def float_loss(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).square().mean()
 

@@ -193,12 +193,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _results(self, x: Any, compute_loss: bool) -> tuple[Any, Any]:
         """Return the loss, if this rank has it, and the outputs of the layers in any case."""
         to_device = lambda y: y.to(self.device) if isinstance(y, Tensor) else y
+        # A loader makes lists of tuples.
+        moved = lambda y: tree.map(to_device, tuple(y) if isinstance(y, list) else y)
         label: Any = None
         if self.is_first_stage() or self.is_last_stage():
             batch = next(self._pulled)
             if self.is_first_stage():
-                x = tree.map(to_device, tuple(batch[0]) if isinstance(batch[0], list) else batch[0])
-            label = tree.map(to_device, batch[1]) if self.is_last_stage() else None
+                x = moved(batch[0])
+            label = moved(batch[1]) if self.is_last_stage() else None
         out, loss_fn = super().forward(x), self.module.loss_fn
         has_loss = compute_loss and self.is_last_stage() and loss_fn is not None
         return (loss_fn(out, label) if has_loss else out), out

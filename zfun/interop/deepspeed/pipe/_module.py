@@ -285,7 +285,9 @@ class PipelineModule(nn.Module):
         x = forward_input
         for start in range(0, len(self.forward_funcs), step):
             run = functools.partial(self._run, start, start + step, self.micro_offset + 1)
-            inputs = x if isinstance(x, tuple) else (x,)
+            # As in DeepSpeed, layers that are not recomputed get a tuple as it is.
+            is_open = self.activation_checkpoint_interval and isinstance(x, tuple)
+            inputs = x if is_open else (x,)
             is_recomputed = self.activation_checkpoint_interval and self._is_checkpointable(
                 self.forward_funcs[start : start + step]
             )
