@@ -17,7 +17,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.layout import layout_of
-from zfun.optim import EmaState, MasterState, MissedSteps
+from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
 from zfun.placement import Cut, Held
 from zfun.recipes import ZeroState
 from zfun.reductions import merge_buffers
@@ -249,6 +249,11 @@ def without_average(opt_state: Any) -> tuple[Any, EmaState | None]:
     if isinstance(opt_state, MasterState) and isinstance(opt_state.inner, EmaState):
         inner, ema = without_average(opt_state.inner)
         return opt_state._replace(inner=inner), ema
+    if averages_of(opt_state):
+        raise OptionError(
+            "an average of parameters stands around the other optimizers of an engine; got one "
+            "inside of another, such as chain(); write zf.optim.ema(decay, zf.optim.chain(...))"
+        )
     return opt_state, None
 
 
