@@ -247,6 +247,37 @@ def test_a_tuple_of_one_tensor_stays_a_tuple(pp: int) -> None:
     assert zf.simulate(pp, main) == pytest.approx([expected] * pp, rel=1e-5)
 
 
+class Seen(nn.Module):
+    """Marks what it has seen, on the rank that writes."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(VOCABULARY, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.seen[x] = True
+        return self.inner(x)
+
+
+def test_a_mask_that_one_rank_writes_in_a_step_is_that_of_all_ranks() -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group, pp=1, layers=lambda: [LayerSpec(Seen)])
+        layer, data, seen = engine.module.get_submodule("0"), batches(group.rank), set()
+        layer.writes = group.rank == 0
+        for step in range(STEPS):
+            engine.train_batch(data)
+            for k in range(MICRO):
+                seen |= {*batch(step * MICRO + k, 0)[0].tolist()}
+            assert {*layer.seen.nonzero().flatten().tolist()} == seen
+
+    zf.simulate(2, main)
+
+
 def float_loss(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).square().mean()
 

@@ -402,7 +402,8 @@ class Engine(Passes):
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
-        return self._stepped(lambda state: self.recipe.update(state, grads, loss), told.flags[1:])
+        update = lambda state: self.recipe.update(state, grads, loss)
+        return self._stepped(update, lambda: told.flags[1:])
 
     def whole_step(self, batch: Any) -> StepInfo:
         """Take a step of ``recipe``, by the loss of ``zero=`` instead of calls and backward passes.
@@ -412,8 +413,7 @@ class Engine(Passes):
         """
         self.prepare()
         self._check_step()
-        step = lambda state: self.recipe.step(state, batch)
-        return self._stepped(step, self._buffers.changed())
+        return self._stepped(lambda state: self.recipe.step(state, batch), self._buffers.changes)
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.

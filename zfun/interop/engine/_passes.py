@@ -243,14 +243,19 @@ class Passes(HeldModule):
         self._check_here("a step", "parameters", "the optimizer's state")
         self._check_writable("a step")
 
-    def _stepped(self, step: Callable[[ZeroState], Any], new_buffers: Sequence[bool]) -> StepInfo:
-        """Step with the numbers that the groups have now, and begin the calls of the next step."""
+    def _stepped(
+        self, step: Callable[[ZeroState], Any], new_buffers: Callable[[], Sequence[bool]]
+    ) -> StepInfo:
+        """Step with the numbers that the groups have now, and begin the calls of the next step.
+
+        ``new_buffers`` tells after the step which buffers any rank has changed.
+        """
         if self._groups is not None:
             bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
             opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
             self._state = self._state._replace(opt_state=opt_state)
         self._state, info = step(self._state)
-        self._buffers.merge(new_buffers)
+        self._buffers.merge(new_buffers())
         if self._groups is not None:
             self._groups.stepped()
         self.grad_norm = float(info.grad_norm)

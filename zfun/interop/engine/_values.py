@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # pyrefly: ignore[missing-module-attribute]
 
 from zfun import checkpoint, stores, tree
-from zfun.collectives import Group, broadcast, sum_group
+from zfun.collectives import Group, all_reduce, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
@@ -137,6 +137,14 @@ class EngineBuffers:
             x.dtype is not torch.bool or self._seen.get(name) != _mark(x)
             for name, x in self._module.named_buffers()
         ]
+
+    def changes(self) -> list[bool]:
+        """Return for each buffer whether any rank may have changed it; every rank must call."""
+        own, ranks = self.changed(), sum_group(self._group)
+        if not own or ranks.size == 1 or self._rule == "by rank":
+            return own
+        device = next(self._module.buffers()).device
+        return all_reduce(torch.tensor([*map(float, own)], device=device), ranks).bool().tolist()
 
     def merge(self, changed: Sequence[bool]) -> None:
         """Merge the buffers that any rank has changed; every rank must call."""
