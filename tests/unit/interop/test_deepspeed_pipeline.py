@@ -467,6 +467,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "got buffer 'running_mean' in the module of key 'norm'",
     ),
     "model": ({"topology": PipeModelDataParallelTopology(1, 2, 1)}, "'model': 2"),
+    "no pipe": ({"topology": ProcessTopology(["data", "x"], [2, 1])}, "'data': 2, 'x': 1"),
     "places": ({"topology": PipeDataParallelTopology(2, 2)}, "for 2 ranks"),
 }
 
@@ -532,7 +533,7 @@ def test_a_grid_has_the_groups_of_a_topology() -> None:
         three.get_rank(pipe=0)
 
 
-@pytest.mark.parametrize("kind", ["model", "pipe", "sequence", "tensor_model"])
+@pytest.mark.parametrize("kind", ["model", "pipe", "sequence", "context", "tensor_model"])
 @pytest.mark.shows(
     "`mpu` with ranks that share layers or sequences, `autotp_size`, `sequence_parallel_size`",
     "refused",
