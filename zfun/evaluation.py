@@ -214,8 +214,9 @@ def bound(
 def averaged(state: ZeroState) -> ZeroState:
     """Put the average of :func:`zfun.optim.ema` in the place of the parameters.
 
-    The values have the dtypes of the parameters. At stages 1 and 2 each rank has a part of the
-    average, so every rank must call; at stages 0 and 3 nothing is sent. At stage 3 the result may
+    The values have the dtypes of the parameters. While the average is used, this rank's part of it
+    is on the device, also where the state is in a store. At stages 1 and 2 each rank has a part of
+    the average, so every rank must call; at stages 0 and 3 nothing is sent, and the result may
     share its memory with ``state``, so use it before the next step.
 
     Args:
