@@ -333,6 +333,10 @@ def test_evaluation_returns_losses_outputs_and_logits() -> None:
         out = engine.eval_batch(batches(0, 50), compute_loss=False, num_micro_batches=1)
         lone = engine.eval_batch(batches(0, 50), bcast_loss=False)
         assert not engine.module.training
+        assert engine.mpu is engine.grid
+        own = [tuple(p.shape) for p in engine.module.parameters()]
+        moments = engine.optimizer.state_dict()["state"].values()
+        assert [tuple(entry["exp_avg"].shape) for entry in moments] == own
         if engine.is_last_stage():
             assert len(each) == MICRO
             assert float(mean) == pytest.approx(float(sum(each) / MICRO), rel=1e-6)
@@ -408,8 +412,11 @@ def test_a_script_of_the_tutorial_runs() -> None:
 def test_other_labels_on_the_last_stage_are_refused() -> None:
     def main(group: zf.Group) -> None:
         engine = made(group)
+        engine.train_batch(batches(0))
         with pytest.raises(OptionError, match="other labels on stage 0 than on stage 1"):
-            engine.train_batch(batches(engine.stage_id))
+            engine.eval_batch(batches(engine.stage_id))
+        with pytest.raises(OptionError, match="other labels on stage 0 than on stage 1"):
+            made(group).train_batch(batches(engine.stage_id))
 
     zf.simulate(2, main)
 
@@ -444,6 +451,32 @@ def test_calls_of_other_engines_are_refused() -> None:
             engine.train_batch(batches(0))
         with pytest.raises(OptionError, match="got no iterator on stage"):
             engine.train_batch()
+
+    zf.simulate(2, main)
+
+
+CHANGES: dict[str, tuple[Callable[[PipelineModule, int], Any], str]] = {
+    "cast": (
+        lambda module, stage: module.float() if stage else None,
+        "got torch.float32 for leaf '[a-z0-9_.]+', which was torch.float64",
+    ),
+    "frozen": (
+        lambda module, stage: module.requires_grad_(not stage),
+        "got none that requires a gradient on stage 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_that_has_changed_on_a_stage_is_refused_on_all(name: str) -> None:
+    change, message = CHANGES[name]
+
+    def main(group: zf.Group) -> None:
+        own = [LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)] if name == "frozen" else None
+        module = PipelineModule(own or layers(), 2, partition_method="uniform", group=group)
+        change(module, module.stage_id)
+        with pytest.raises(OptionError, match=message):
+            deepspeed.initialize(model=module, config=config(1))
 
     zf.simulate(2, main)
 

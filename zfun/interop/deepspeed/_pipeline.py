@@ -26,7 +26,7 @@ class PipelineEngine(DeepSpeedEngine):
     runs its micro-batches by 1F1B, over :func:`zfun.pipeline`, at every stage of ZeRO.
 
     Attributes:
-        grid: the groups of this rank along the axes of the pipeline.
+        grid: the groups of this rank along the axes of the pipeline; ``mpu`` is the same.
         stage_id: the stage of this rank.
         num_stages: of the pipeline.
         micro_batches: of a step.
@@ -36,7 +36,7 @@ class PipelineEngine(DeepSpeedEngine):
     module: PipelineModule  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, module: PipelineModule, settings: Settings, **options: Any) -> None:
-        self.grid = module.mpu()
+        self.grid = self.mpu = module.mpu()
         count = settings.recipe.num_micro_batches
         interval = settings.values["pipeline.activation_checkpoint_interval"]
         module.activation_checkpoint_interval = interval or module.activation_checkpoint_interval
@@ -62,7 +62,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: Tensor | None = None
         self._shapes = 0
-        self._is_compared = False
+        # train or eval, of which the labels were compared.
+        self._compared: set[str] = set()
         # The micro-batches of the call that runs, which the first and the last stage have.
         self._pulled: Iterator[Any] = iter(())
 
@@ -217,8 +218,9 @@ class PipelineEngine(DeepSpeedEngine):
                 )
             pulled = [next(self.data_iterator) for _ in range(count)]
             pulled = pulled if self.batch_fn is None else [self.batch_fn(x) for x in pulled]
-        if not self._is_compared:
+        if phase not in self._compared:
             self._compare(pulled)
+            self._compared.add(phase)
         self._pulled = iter(pulled)
         # Another form of activations has another name.
         name = f"{phase} {self._shapes}"
@@ -236,7 +238,6 @@ class PipelineEngine(DeepSpeedEngine):
                 f"labels on stage 0 than on stage {self.num_stages - 1}; give the sampler "
                 "engine.grid.get_data_parallel_rank(), and one seed"
             )
-        self._is_compared = True
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the whole weights of all stages; every rank must call."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfun.collectives import Group, broadcast
+from zfun.collectives import Group, broadcast, gather_json
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._ranks import group_of
 from zfun.interop.deepspeed.pipe._topology import (
@@ -237,6 +237,29 @@ class PipelineModule(nn.Module):
             [glob.escape(name) for name, holders in self._holders.items() if stage in holders]
             for stage in range(self.num_stages)
         ]
+
+    def check_own(self) -> None:
+        """Refuse leaves that are not those of the stages any more; every rank must call.
+
+        Every rank has the error of any stage, because ranks wait for each other next.
+        """
+        own, known = dict(self.named_parameters()), self._leaves
+        cast = [name for name, param in own.items() if param.dtype != known[name].dtype]
+        casts = [f"{own[x].dtype} for leaf {x!r}, which was {known[x].dtype}" for x in cast[:1]]
+        is_trained = any(param.requires_grad for param in own.values())
+        mine = [self.stage_id, casts, is_trained]
+        ranks = gather_json(mine, self.ranks, "leaves of a pipeline")
+        if found := next((casts for _, casts, _ in ranks if casts), None):
+            raise OptionError(
+                f"leaves keep their dtypes after PipelineModule(); got {found[0]}; pass dtype= to "
+                "the layer, or turn on bf16 or fp16 in the configuration"
+            )
+        frozen = [stage for stage, _, is_trained in ranks if not is_trained]
+        if 0 < len(frozen) < len(ranks):
+            raise OptionError(
+                f"each stage trains a parameter; got none that requires a gradient on stage "
+                f"{frozen[0]}; freeze layers before PipelineModule(), and use fewer stages"
+            )
 
     def logical(self) -> dict[str, Tensor]:
         """Return the leaves of all stages, with values on their own; every rank must call.
