@@ -14,7 +14,7 @@ from zfun.collectives import Group, gather_values
 from zfun.errors import OptionError
 from zfun.flat import Flat, flats, unravel
 from zfun.modules import Functional
-from zfun.optim import EmaState, MasterState, masters_of
+from zfun.optim import MasterState, averages_of, masters_of
 from zfun.options import instance, takes
 from zfun.placement import S
 from zfun.recipes import ZeroState, check_is_state
@@ -214,8 +214,9 @@ def bound(
 def averaged(state: ZeroState) -> ZeroState:
     """Put the average of :func:`zfun.optim.ema` in the place of the parameters.
 
-    The values have the dtypes of the parameters. At stages 1 and 2 each rank has a part of the
-    average, so every rank must call; at stages 0 and 3 nothing is sent. At stage 3 the result may
+    The values have the dtypes of the parameters. While the average is used, this rank's part of it
+    is on the device, also where the state is in a store. At stages 1 and 2 each rank has a part of
+    the average, so every rank must call; at stages 0 and 3 nothing is sent, and the result may
     share its memory with ``state``, so use it before the next step.
 
     Args:
@@ -240,7 +241,7 @@ def averaged(state: ZeroState) -> ZeroState:
     """
     check_is_state(state)
     params = state.params
-    found = [flat for node in _averages(state.opt_state) for flat in flats(node.average)]
+    found = [flat for node in averages_of(state.opt_state) for flat in flats(node.average)]
     if len(found) != 1 or len(found[0].buffers) != len(params.buffers):
         raise OptionError(
             "averaged() takes the state of one optimizer that averages all parameters; got "
@@ -254,18 +255,17 @@ def averaged(state: ZeroState) -> ZeroState:
     )
     if rounded.placement is not params.placement:
         rounded = redistribute(rounded, params.placement, params.group, name="average")
-    opt_state = state.opt_state
-    if isinstance(opt_state, MasterState) and isinstance(opt_state.master, Flat):
+
+    def with_masters(node: Any) -> Any:
         # The exact value of a parameter is its master weight, which checkpoints export.
-        dtype = opt_state.master.buffers[0].dtype
-        opt_state = opt_state._replace(master=masters_of(average, average, dtype))
+        if not (isinstance(node, MasterState) and isinstance(node.master, Flat)):
+            return node
+        dtype = node.master.buffers[0].dtype
+        return node._replace(master=masters_of(average, average, dtype))
+
+    is_part = lambda x: isinstance(x, MasterState | Flat)
+    opt_state = tree.map(with_masters, state.opt_state, is_leaf=is_part)
     return state._replace(params=rounded, opt_state=opt_state)
-
-
-def _averages(opt_state: tree.Tree) -> list[EmaState]:
-    """Return the states of ema() in the state of an optimizer."""
-    nodes = tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
-    return [node for node in nodes if isinstance(node, EmaState)]
 
 
 def _whole(flat: Flat | None, *, copy: bool) -> tree.Tree:

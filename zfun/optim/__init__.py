@@ -65,6 +65,7 @@ from zfun.optim._transforms import (
     trace,
 )
 from zfun.optim.copies import EmaState, MasterState, ema, with_master
+from zfun.optim.copies import averages_of as averages_of
 from zfun.optim.copies import masters_of as masters_of
 from zfun.optim.of_torch import TorchState, from_torch
 

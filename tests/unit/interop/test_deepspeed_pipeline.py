@@ -214,6 +214,70 @@ def test_recomputed_layers_with_tuples_change_no_number(stage: int, interval: in
     assert once[0].losses[0] != once[0].losses[1]
 
 
+class Lone(nn.Module):
+    """A layer whose input and output are tuples of one tensor."""
+
+    def __init__(self, kind: type[nn.Module], *sizes: int) -> None:
+        super().__init__()
+        self.inner = kind(*sizes)
+
+    def forward(self, x: tuple[Tensor]) -> tuple[Tensor]:
+        assert isinstance(x, tuple)
+        return (self.inner(*x),)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tuple_of_one_tensor_stays_a_tuple(pp: int) -> None:
+    """A loader makes lists of tuples, of the labels too."""
+    sizes = [(nn.Embedding, VOCABULARY, WIDTH), (nn.Linear, WIDTH, VOCABULARY)]
+
+    def main(group: zf.Group) -> float:
+        engine = made(
+            group,
+            pp=pp,
+            layers=lambda: [LayerSpec(Lone, *x) for x in sizes],
+            loss_fn=lambda out, label: loss_of(*out, *label) if type(label) is tuple else None,
+        )
+        return float(engine.train_batch(([x], [y]) for x, y in batches(0)))
+
+    module = Plain([LayerSpec(*x) for x in sizes])
+    pairs = [batch(number, 0) for number in range(MICRO)]
+    with torch.no_grad():
+        expected = float(sum(loss_of(module(x), y) for x, y in pairs)) / MICRO
+    assert zf.simulate(pp, main) == pytest.approx([expected] * pp, rel=1e-5)
+
+
+class Seen(nn.Module):
+    """Marks what it has seen, on the rank that writes."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(VOCABULARY, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.seen[x] = True
+        return self.inner(x)
+
+
+def test_a_mask_that_one_rank_writes_in_a_step_is_that_of_all_ranks() -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group, pp=1, layers=lambda: [LayerSpec(Seen)])
+        layer, data, seen = engine.module.get_submodule("0"), batches(group.rank), set()
+        layer.writes = group.rank == 0
+        for step in range(STEPS):
+            engine.train_batch(data)
+            for k in range(MICRO):
+                seen |= {*batch(step * MICRO + k, 0)[0].tolist()}
+            assert {*layer.seen.nonzero().flatten().tolist()} == seen
+
+    zf.simulate(2, main)
+
+
 def float_loss(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).square().mean()
 
@@ -269,6 +333,10 @@ def test_evaluation_returns_losses_outputs_and_logits() -> None:
         out = engine.eval_batch(batches(0, 50), compute_loss=False, num_micro_batches=1)
         lone = engine.eval_batch(batches(0, 50), bcast_loss=False)
         assert not engine.module.training
+        assert engine.mpu is engine.grid
+        own = [tuple(p.shape) for p in engine.module.parameters()]
+        moments = engine.optimizer.state_dict()["state"].values()
+        assert [tuple(entry["exp_avg"].shape) for entry in moments] == own
         if engine.is_last_stage():
             assert len(each) == MICRO
             assert float(mean) == pytest.approx(float(sum(each) / MICRO), rel=1e-6)
@@ -344,8 +412,11 @@ def test_a_script_of_the_tutorial_runs() -> None:
 def test_other_labels_on_the_last_stage_are_refused() -> None:
     def main(group: zf.Group) -> None:
         engine = made(group)
+        engine.train_batch(batches(0))
         with pytest.raises(OptionError, match="other labels on stage 0 than on stage 1"):
-            engine.train_batch(batches(engine.stage_id))
+            engine.eval_batch(batches(engine.stage_id))
+        with pytest.raises(OptionError, match="other labels on stage 0 than on stage 1"):
+            made(group).train_batch(batches(engine.stage_id))
 
     zf.simulate(2, main)
 
@@ -384,6 +455,32 @@ def test_calls_of_other_engines_are_refused() -> None:
     zf.simulate(2, main)
 
 
+CHANGES: dict[str, tuple[Callable[[PipelineModule, int], Any], str]] = {
+    "cast": (
+        lambda module, stage: module.float() if stage else None,
+        "got torch.float32 for leaf '[a-z0-9_.]+', which was torch.float64",
+    ),
+    "frozen": (
+        lambda module, stage: module.requires_grad_(not stage),
+        "got none that requires a gradient on stage 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_that_has_changed_on_a_stage_is_refused_on_all(name: str) -> None:
+    change, message = CHANGES[name]
+
+    def main(group: zf.Group) -> None:
+        own = [LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)] if name == "frozen" else None
+        module = PipelineModule(own or layers(), 2, partition_method="uniform", group=group)
+        change(module, module.stage_id)
+        with pytest.raises(OptionError, match=message):
+            deepspeed.initialize(model=module, config=config(1))
+
+    zf.simulate(2, main)
+
+
 SHARED = nn.Linear(WIDTH, WIDTH)
 # What is refused before ranks wait for each other: options, and a part of the message.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -403,6 +500,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "got buffer 'running_mean' in the module of key 'norm'",
     ),
     "model": ({"topology": PipeModelDataParallelTopology(1, 2, 1)}, "'model': 2"),
+    "no pipe": ({"topology": ProcessTopology(["data", "x"], [2, 1])}, "'data': 2, 'x': 1"),
     "places": ({"topology": PipeDataParallelTopology(2, 2)}, "for 2 ranks"),
 }
 
@@ -468,7 +566,7 @@ def test_a_grid_has_the_groups_of_a_topology() -> None:
         three.get_rank(pipe=0)
 
 
-@pytest.mark.parametrize("kind", ["model", "pipe", "sequence", "tensor_model"])
+@pytest.mark.parametrize("kind", ["model", "pipe", "sequence", "context", "tensor_model"])
 @pytest.mark.shows(
     "`mpu` with ranks that share layers or sequences, `autotp_size`, `sequence_parallel_size`",
     "refused",

@@ -54,10 +54,11 @@ def initialize(
     """Make an engine of a model, an optimizer and a configuration of DeepSpeed. All ranks call.
 
     The arguments are DeepSpeed's. A ``PipelineModule`` gives a ``PipelineEngine``. Parameters have
-    the values of rank 0. An engine that has the model already gives it up, and its moments are
-    dropped. Without an optimizer the engine answers, and does not train. ``distributed_port`` is
-    not used, and ``mesh_param`` is only ``None``; ``auto`` has values for ``"auto"`` in the
-    configuration that the model and the optimizer do not tell.
+    the values of rank 0; those of a stage have the values of its first data rank. An engine that
+    has the model already gives it up, and its moments are dropped. Without an optimizer the engine
+    answers, and does not train. ``distributed_port`` is not used, and ``mesh_param`` is only
+    ``None``; ``auto`` has values for ``"auto"`` in the configuration that the model and the
+    optimizer do not tell.
 
     Returns:
         The engine, the optimizer, the loader of ``training_data``, and the scheduler; ``None`` in
@@ -102,6 +103,7 @@ def initialize(
                 "a PipelineModule has the axes of its ranks; got mpu= beside it; pass topology= "
                 "to PipelineModule()"
             )
+        model.check_own()
         settings = settings_of(model, chosen, model.mpu().data_parallel_size, given)
         engine = PipelineEngine(model.to(device), settings, **places)
         if training_data is not None:

@@ -99,7 +99,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the groups, and whole moments and master weights in torch's form.
 
-        Every rank must call, also where rank 0 alone saves.
+        Every rank must call, also where rank 0 alone saves. A rank of a pipeline has the moments of
+        the layers of its stage.
         """
         core = self._owner()._core
         found, scale = core.optimizer_state(whole=True), core.state.loss_scale

@@ -26,7 +26,7 @@ class PipelineEngine(DeepSpeedEngine):
     runs its micro-batches by 1F1B, over :func:`zfun.pipeline`, at every stage of ZeRO.
 
     Attributes:
-        grid: the groups of this rank along the axes of the pipeline.
+        grid: the groups of this rank along the axes of the pipeline; ``mpu`` is the same.
         stage_id: the stage of this rank.
         num_stages: of the pipeline.
         micro_batches: of a step.
@@ -36,7 +36,7 @@ class PipelineEngine(DeepSpeedEngine):
     module: PipelineModule  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, module: PipelineModule, settings: Settings, **options: Any) -> None:
-        self.grid = module.mpu()
+        self.grid = self.mpu = module.mpu()
         count = settings.recipe.num_micro_batches
         interval = settings.values["pipeline.activation_checkpoint_interval"]
         module.activation_checkpoint_interval = interval or module.activation_checkpoint_interval
@@ -62,7 +62,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: Tensor | None = None
         self._shapes = 0
-        self._is_compared = False
+        # train or eval, of which the labels were compared.
+        self._compared: set[str] = set()
         # The micro-batches of the call that runs, which the first and the last stage have.
         self._pulled: Iterator[Any] = iter(())
 
@@ -193,12 +194,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _results(self, x: Any, compute_loss: bool) -> tuple[Any, Any]:
         """Return the loss, if this rank has it, and the outputs of the layers in any case."""
         to_device = lambda y: y.to(self.device) if isinstance(y, Tensor) else y
+        # A loader makes lists of tuples.
+        moved = lambda y: tree.map(to_device, tuple(y) if isinstance(y, list) else y)
         label: Any = None
         if self.is_first_stage() or self.is_last_stage():
             batch = next(self._pulled)
             if self.is_first_stage():
-                x = tree.map(to_device, tuple(batch[0]) if isinstance(batch[0], list) else batch[0])
-            label = tree.map(to_device, batch[1]) if self.is_last_stage() else None
+                x = moved(batch[0])
+            label = moved(batch[1]) if self.is_last_stage() else None
         out, loss_fn = super().forward(x), self.module.loss_fn
         has_loss = compute_loss and self.is_last_stage() and loss_fn is not None
         return (loss_fn(out, label) if has_loss else out), out
@@ -215,8 +218,9 @@ class PipelineEngine(DeepSpeedEngine):
                 )
             pulled = [next(self.data_iterator) for _ in range(count)]
             pulled = pulled if self.batch_fn is None else [self.batch_fn(x) for x in pulled]
-        if not self._is_compared:
+        if phase not in self._compared:
             self._compare(pulled)
+            self._compared.add(phase)
         self._pulled = iter(pulled)
         # Another form of activations has another name.
         name = f"{phase} {self._shapes}"
@@ -234,7 +238,6 @@ class PipelineEngine(DeepSpeedEngine):
                 f"labels on stage 0 than on stage {self.num_stages - 1}; give the sampler "
                 "engine.grid.get_data_parallel_rank(), and one seed"
             )
-        self._is_compared = True
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the whole weights of all stages; every rank must call."""

@@ -98,13 +98,15 @@ def data_ranks(mpu: Any) -> Any:
 
 _TENSOR = "leave the layers whole, and shard them with stage 3; or train with zf.tensor_parallel"
 _STAGES = "pass a PipelineModule"
+_SEQUENCES = "train with zf.parallel.sequence_batch and zf.parallel.token_mean"
 _AXES = {
     "model_parallel": _TENSOR,
     "tensor_model_parallel": _TENSOR,
     "slice_parallel": _TENSOR,
     "pipe_parallel": _STAGES,
     "pipeline_model_parallel": _STAGES,
-    "sequence_parallel": "train with zf.parallel.sequence_batch and zf.parallel.token_mean",
+    "sequence_parallel": _SEQUENCES,
+    "context_parallel": _SEQUENCES,
     "expert_model_parallel": "leave the experts whole, and shard them with stage 3",
 }
 

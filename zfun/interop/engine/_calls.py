@@ -42,6 +42,11 @@ class Calls:
         """Whether a call runs, or a block that backward runs again."""
         return self._live.bound is not None or torch._C._current_graph_task_id() != -1
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the ranks evaluate different numbers of times."""
+        return self._uneven is not None
+
     def record(
         self, recipe: Zero, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Tape]:

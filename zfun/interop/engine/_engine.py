@@ -279,7 +279,7 @@ class Engine(Passes):
 
     def _regroup(self) -> None:
         """Go on with other trained leaves or groups, if there are any."""
-        if self._groups is None or not self._groups.refresh():
+        if self._groups is None or self._is_averaged or not self._groups.refresh():
             return
         if self._sum.num_passes:
             raise OptionError(
@@ -300,9 +300,8 @@ class Engine(Passes):
     def load(self, path: str | Path, *, keeps_frozen: bool = False, **options: Any) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
-        With an optimizer of torch, leaves that the saved run had unfrozen train on, and so do those
-        that this run has unfrozen; the numbers of the groups stay, because they are those of the
-        optimizer.
+        With an optimizer of torch, leaves that the saved run or this one has unfrozen train on; the
+        numbers of the groups stay those of the optimizer.
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
@@ -312,6 +311,7 @@ class Engine(Passes):
         Returns:
             The plain values of the caller.
         """
+        self._check_writable("load()")
         try:
             loaded = self._loaded(path, keeps_frozen, options)
         except (PeerLost, CollectiveMismatch):
@@ -353,8 +353,7 @@ class Engine(Passes):
         if (first := agree(agreement_group(self._group), None, found)[0]) is None:
             return None
         chosen, names = first
-        held, before = groups.held(), (self.recipe, self._state)
-        labels = groups.labels
+        held, before, labels = groups.held(), (self.recipe, self._state), groups.labels
         groups.train(names)
         if groups.labels.keys() != set(names) or groups.labels == labels:
             groups.go_back(held)
@@ -403,7 +402,8 @@ class Engine(Passes):
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
-        return self._stepped(lambda state: self.recipe.update(state, grads, loss), told.flags[1:])
+        update = lambda state: self.recipe.update(state, grads, loss)
+        return self._stepped(update, lambda: told.flags[1:])
 
     def whole_step(self, batch: Any) -> StepInfo:
         """Take a step of ``recipe``, by the loss of ``zero=`` instead of calls and backward passes.
@@ -413,8 +413,7 @@ class Engine(Passes):
         """
         self.prepare()
         self._check_step()
-        step = lambda state: self.recipe.step(state, batch)
-        return self._stepped(step, self._buffers.changed())
+        return self._stepped(lambda state: self.recipe.step(state, batch), self._buffers.changes)
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
@@ -435,6 +434,7 @@ class Engine(Passes):
             SpecMismatch: as for another optimizer.
             CheckpointError: a moment is missing.
         """
+        self._check_writable("load_optimizer_state()")
         groups, entries = self._torch_groups(), given.get("state", {})
         groups.retain(name for name, index in groups.positions().items() if index in entries)
         self._settle()

@@ -16,12 +16,12 @@ from zfun.errors import OptionError
 from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_values
+from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._values import (
     EngineBuffers,
     leaves_of,
     whole_values,
-    without_average,
 )
 from zfun.placement import S
 from zfun.recipes import ZeroState
@@ -42,6 +42,7 @@ class HeldModule:
     _state: ZeroState
     _buffers: EngineBuffers
     _live: LiveModule
+    _calls: Calls
     _group: Group
     _is_sharded: bool
     _is_bound = False
@@ -56,6 +57,7 @@ class HeldModule:
 
     @state.setter
     def state(self, state: ZeroState) -> None:
+        self._check_writable("another state")
         self._buffers.take(state.buffers)
         self._state = state._replace(buffers=None)
         self._show()
@@ -64,29 +66,53 @@ class HeldModule:
     def averaged(self) -> Iterator[nn.Module]:
         """Give the module the average of its parameters in a context, if the state has one.
 
-        All ranks call. A step waits until the context has ended.
+        All ranks call. A step, a load and a write wait until the context has ended.
 
         Returns:
             A context whose value is the module.
+
+        Raises:
+            OptionError: inside of :meth:`uneven`, or after :meth:`offload`.
         """
         before = self._state
-        if self._is_averaged or not self._take_average():
+        if self._is_averaged or not optim.averages_of(before.opt_state):
             yield self.module
             return
+        if self._calls.is_uneven:
+            raise OptionError(
+                "averaged() begins before the calls of uneven(), which use the values of its "
+                "start; got averaged() inside of uneven(); write with engine.averaged(), "
+                "engine.uneven()"
+            )
         self._is_averaged = True
         try:
+            self._take_average()
             yield self.module
         finally:
             self._state, self._is_averaged = before, False
             self._show()
 
-    def _take_average(self) -> bool:
-        """Let the average be the parameters; return whether the state has one."""
-        if without_average(self._state.opt_state)[1] is None:
-            return False
-        self._state = averaged(self._state)
+    def _take_average(self) -> None:
+        """Let the average be the parameters, if the state has one."""
+        averages = optim.averages_of(self._state.opt_state)
+        if not averages:
+            return
+        self._check_here("averaged()", *_PARTS)
+        state = averaged(self._state)
+        # The module's own memory, because a module may write its parameters.
+        memory = {x.data_ptr() for x in tree.leaves(averages) if isinstance(x, Tensor)}
+        buffers = [x.clone() if x.data_ptr() in memory else x for x in state.params.buffers]
+        self._state = state._replace(params=state.params.with_buffers(buffers))
         self._show()
-        return True
+
+    def _check_writable(self, what: str) -> None:
+        """Refuse what would change the average, or be lost at the end of the context."""
+        if self._is_averaged:
+            raise OptionError(
+                f"{what} changes the parameters or their optimizer; got one inside of "
+                "engine.averaged(), where the module has their average; wait until the context "
+                "has ended"
+            )
 
     def _show(self) -> None:
         """Let the module's parameters be the values of the state, below stage 3 and in bound()."""
@@ -113,6 +139,7 @@ class HeldModule:
             optimizer: whether the optimizer's state moves, with the master weights.
             pin: whether to copy into pinned memory, where there is an accelerator.
         """
+        self._check_writable("offload()")
         chosen = zip(_PARTS, (params, optimizer), strict=True)
         self._away |= {name for name, is_chosen in chosen if is_chosen}
         for x in self._away_tensors():
@@ -200,6 +227,7 @@ class HeldModule:
 
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of a leaf from rank 0; every rank must call."""
+        self._check_writable("a write")
         value = broadcast(value.detach().contiguous(), sum_group(self._group), 0, name="written")
         self.replace({name: value})
 
@@ -264,6 +292,7 @@ class HeldModule:
         Raises:
             SpecMismatch: names or shapes differ.
         """
+        self._check_writable("a load")
         self.state = with_values(self.module, self.state, values, strict=strict)
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
@@ -284,4 +313,5 @@ class HeldModule:
 
     def set_hyperparams(self, **values: float) -> None:
         """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""
+        self._check_writable("set_hyperparams()")
         self._state = optim.set_hyperparams(self._state, **values)

@@ -241,20 +241,21 @@ class Passes(HeldModule):
 
     def _check_step(self) -> None:
         self._check_here("a step", "parameters", "the optimizer's state")
-        if self._is_averaged:
-            raise OptionError(
-                "a step takes the parameters; got one inside of engine.averaged(), where the "
-                "module has their average; step after the context"
-            )
+        self._check_writable("a step")
 
-    def _stepped(self, step: Callable[[ZeroState], Any], new_buffers: Sequence[bool]) -> StepInfo:
-        """Step with the numbers that the groups have now, and begin the calls of the next step."""
+    def _stepped(
+        self, step: Callable[[ZeroState], Any], new_buffers: Callable[[], Sequence[bool]]
+    ) -> StepInfo:
+        """Step with the numbers that the groups have now, and begin the calls of the next step.
+
+        ``new_buffers`` tells after the step which buffers any rank has changed.
+        """
         if self._groups is not None:
             bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
             opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
             self._state = self._state._replace(opt_state=opt_state)
         self._state, info = step(self._state)
-        self._buffers.merge(new_buffers)
+        self._buffers.merge(new_buffers())
         if self._groups is not None:
             self._groups.stepped()
         self.grad_norm = float(info.grad_norm)
@@ -358,14 +359,19 @@ class Passes(HeldModule):
         """
         self._live.check_unwritten()
         before = self._state
-        if average:
-            self._take_average()
-        if self._is_sharded or self._dtypes != leaves_of(self._state):
-            values = whole_values(self._state, frozenset(self._params), masters=True)
-            self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
+        try:
+            if average:
+                self._take_average()
+            if self._is_sharded or self._dtypes != leaves_of(self._state):
+                values = whole_values(self._state, frozenset(self._params), masters=True)
+                self._live.show({name: x.to(self._dtypes[name]) for name, x in values.items()})
+        except BaseException:
+            self._state = before
+            self._show()
+            raise
+        self._state = before
         self._begin()
         self._live.release()
-        self._state = before
 
     def hand_over(self) -> dict[str, Deferred]:
         """Let another engine take the module; every rank must call.

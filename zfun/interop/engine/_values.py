@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # pyrefly: ignore[missing-module-attribute]
 
 from zfun import checkpoint, stores, tree
-from zfun.collectives import Group, broadcast, sum_group
+from zfun.collectives import Group, all_reduce, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.layout import layout_of
-from zfun.optim import EmaState, MasterState, MissedSteps
+from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
 from zfun.placement import Cut, Held
 from zfun.recipes import ZeroState
 from zfun.reductions import merge_buffers
@@ -138,6 +138,14 @@ class EngineBuffers:
             for name, x in self._module.named_buffers()
         ]
 
+    def changes(self) -> list[bool]:
+        """Return for each buffer whether any rank may have changed it; every rank must call."""
+        own, ranks = self.changed(), sum_group(self._group)
+        if not own or ranks.size == 1 or self._rule == "by rank":
+            return own
+        device = next(self._module.buffers()).device
+        return all_reduce(torch.tensor([*map(float, own)], device=device), ranks).bool().tolist()
+
     def merge(self, changed: Sequence[bool]) -> None:
         """Merge the buffers that any rank has changed; every rank must call."""
         ranks = sum_group(self._group)
@@ -249,6 +257,11 @@ def without_average(opt_state: Any) -> tuple[Any, EmaState | None]:
     if isinstance(opt_state, MasterState) and isinstance(opt_state.inner, EmaState):
         inner, ema = without_average(opt_state.inner)
         return opt_state._replace(inner=inner), ema
+    if averages_of(opt_state):
+        raise OptionError(
+            "an average of parameters stands around the other optimizers of an engine; got one "
+            "inside of another, such as chain(); write zf.optim.ema(decay, zf.optim.chain(...))"
+        )
     return opt_state, None
 
 

@@ -18,8 +18,9 @@ class EmaAveraging(Callback):
     """Keep an average of the parameters beside a strategy of zfun; see :func:`zfun.optim.ema`.
 
     The average is sharded and saved as the moments are, where Lightning's ``WeightAveraging`` keeps
-    a whole model. Validation uses the average, and after ``fit`` the module has it. Training, and
-    what resumes from a checkpoint, use the parameters.
+    a whole model. Validation uses the average, and after ``fit`` the module has it. Training, what
+    resumes from a checkpoint, ``test``, ``validate`` and ``predict`` with ``ckpt_path=``, and
+    ``load_from_checkpoint`` use the parameters.
 
     Args:
         decay: as for :func:`zfun.optim.ema`.

@@ -250,7 +250,8 @@ def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, An
     entries: dict[int, dict[str, Any]] = {}
     for slot, leaves in state.moments.items():
         word = slot.rpartition(".")[2]
-        for name, leaf in {} if word == "master" else leaves.items():
+        # torch has neither master weights nor an average.
+        for name, leaf in {} if word in ("master", "average") else leaves.items():
             beside = count if numbers is None else numbers.get(name)
             if beside is not None:
                 entry = entries.setdefault(names.index(name), dict(beside))

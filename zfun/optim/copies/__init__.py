@@ -1,6 +1,6 @@
 """Copies of the parameters that an optimizer keeps: master weights, and averages."""
 
-from zfun.optim.copies._ema import EmaState, ema
+from zfun.optim.copies._ema import EmaState, averages_of, ema
 from zfun.optim.copies._master import MasterState, masters_of, with_master
 
-__all__ = ["EmaState", "MasterState", "ema", "masters_of", "with_master"]
+__all__ = ["EmaState", "MasterState", "averages_of", "ema", "masters_of", "with_master"]

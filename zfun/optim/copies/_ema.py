@@ -124,6 +124,12 @@ def _averaging(decay: float | Schedule, inner: Optimizer) -> Optimizer:
     )
 
 
+def averages_of(opt_state: Tree) -> list[EmaState]:
+    """Return the states of :func:`ema` in the state of an optimizer."""
+    nodes = tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
+    return [node for node in nodes if isinstance(node, EmaState)]
+
+
 def _has_masters(optimizer: Optimizer) -> bool:
     return optimizer.wide is not None or any(map(_has_masters, optimizer.parts))
 

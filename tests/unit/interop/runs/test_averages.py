@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import zfun as zf
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop.engine import Engine, ParamGroups, named_leaves
+from zfun.interop.engine._values import without_average
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -43,9 +45,10 @@ def engine_of(
 
 
 def train(engine: Engine, steps: range) -> None:
+    params = engine.state.params
     for step in steps:
-        for _ in range(1):
-            engine.backward(engine(batch_of(step, engine.state.params.group.rank)).square().mean())
+        x = batch_of(step, params.group.rank).to(params.layout.buckets[0].dtype)
+        engine.backward(engine(x).square().mean())
         engine.step()
 
 
@@ -64,6 +67,19 @@ def plain_run(ranks: int, steps: range) -> tuple[nn.Module, dict[str, Tensor]]:
     return module, average
 
 
+# What would be lost at the end of the context, or would change the average.
+CHANGES: dict[str, Callable[[Engine], Any]] = {
+    "step": lambda engine: train(engine, range(1)),
+    "state": lambda engine: setattr(engine, "state", engine.state),
+    "load": lambda engine: engine.load("nowhere"),
+    "weights": lambda engine: engine.load_state_dict(engine.state_dict()),
+    "write": lambda engine: engine.write("0.bias", torch.zeros(6)),
+    "numbers": lambda engine: engine.set_hyperparams(lr=0.5),
+    "torch": lambda engine: engine.load_optimizer_state(engine.optimizer_state()),
+    "offload": lambda engine: engine.offload(),
+}
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_shows_the_average_in_a_context(stage: int) -> None:
     plain, average = plain_run(2, range(4))
@@ -74,8 +90,9 @@ def test_an_engine_shows_the_average_in_a_context(stage: int) -> None:
         with engine.averaged():
             found = engine.state_dict()
             output = engine(batch_of(9, 0)).detach()
-            with pytest.raises(OptionError, match=r"inside of engine\.averaged\(\)"):
-                train(engine, range(1))
+            for change in CHANGES.values():
+                with pytest.raises(OptionError, match=r"inside of engine\.averaged\(\)"):
+                    change(engine)
             engine.zero_grad()
         for name, value in average.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
@@ -87,6 +104,94 @@ def test_an_engine_shows_the_average_in_a_context(stage: int) -> None:
         train(engine, range(4, 5))
 
     zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_an_average_behind_clipping_is_found(precision: Any) -> None:
+    """An engine with a norm puts its clipping before the optimizer that keeps the average."""
+
+    def main(group: zf.Group) -> None:
+        rule = zf.optim.ema(DECAY, zf.optim.sgd(0.1))
+        options: dict[str, Any] = {"zero": 2, "group": group, "precision": precision}
+        engine, bare = Engine(net(), rule, clip_norm=1e9, **options), Engine(net(), rule, **options)
+        for each in (engine, bare):
+            train(each, range(2))
+        expected = zf.unshard(bare.state.params)["0.weight"].clone()
+        assert engine.state_dict()["0.weight"].equal(expected)
+        with engine.averaged(), bare.averaged():
+            found = engine.state_dict()["0.weight"]
+            assert found.equal(bare.state_dict()["0.weight"])
+            assert not found.equal(expected)
+        for each in (engine, bare):
+            each.close(average=True)
+        weights = [each.module.get_parameter("0.weight") for each in (engine, bare)]
+        assert weights[0].equal(weights[1])
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_write_to_the_module_does_not_reach_the_average(stage: int) -> None:
+    engine = engine_of(zf.process_group(), stage, net())
+    train(engine, range(2))
+    with engine.averaged():
+        expected = engine.state_dict()
+        for buffer in engine.state.params.buffers:
+            buffer.zero_()
+    with engine.averaged():
+        torch.testing.assert_close(engine.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_contexts_that_use_other_values_are_refused() -> None:
+    def main(group: zf.Group) -> None:
+        engine = engine_of(group, 3, net())
+        train(engine, range(1))
+        with engine.averaged(), engine.uneven():
+            engine.eval()(batch_of(0, 0))
+        with (
+            engine.uneven(),
+            pytest.raises(OptionError, match=r"got averaged\(\) inside of uneven"),
+            engine.averaged(),
+        ):
+            pass
+        engine.offload()
+        with pytest.raises(OptionError, match="call reload"), engine.averaged():
+            pass
+        with pytest.raises(OptionError, match="call reload"):
+            engine.close(average=True)
+        engine.reload()
+        train(engine, range(1, 2))
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_error_in_the_average_leaves_the_parameters(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(zf.process_group(), stage, net())
+    train(engine, range(2))
+    before = engine.state_dict()
+    own, shown = engine._show, []
+
+    def show() -> None:
+        shown.append(None)
+        if len(shown) % 2:
+            raise RuntimeError("lost")
+        own()
+
+    monkeypatch.setattr(engine, "_show", show)
+    for act in (lambda: engine.averaged().__enter__(), lambda: engine.close(average=True)):
+        with pytest.raises(RuntimeError, match="lost"):
+            act()
+        torch.testing.assert_close(engine.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_torch_state_is_not_read_from_an_average_inside_of_a_chain() -> None:
+    chained = zf.optim.chain(zf.optim.ema(DECAY, zf.optim.sgd(0.1)))
+    state = chained.init({"w": torch.zeros(2)})
+    with pytest.raises(OptionError, match=r"got one inside of another, such as chain\(\)"):
+        without_average(state)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

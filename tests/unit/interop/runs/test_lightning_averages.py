@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import WeightAveraging  # noqa: E402
 from torch.optim.swa_utils import get_ema_avg_fn  # noqa: E402
 
 from tests.interop import lightnings  # noqa: E402
-from zfun.interop.lightning import EmaAveraging  # noqa: E402
+from zfun.interop.lightning import EmaAveraging, collate  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -75,6 +75,9 @@ def test_validation_and_the_module_after_fit_have_the_average(stage: int, tmp_pa
     # The checkpoint has the parameters, from which a run goes on, and the average.
     trainer.save_checkpoint(tmp_path / "saved")
     again = Validated()
+    file = collate(tmp_path / "saved", tmp_path / "one.ckpt", optimizer=True)
+    (optimizer,) = torch.load(file, weights_only=False)["optimizer_states"]
+    assert {*optimizer["state"][0]} == {"step", "exp_avg", "exp_avg_sq"}
     later = lightnings.trainer_of(
         f"zfun_stage_{stage}", 1, tmp_path, callbacks=[EmaAveraging(as_in_torch)], max_epochs=2
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfun.collectives import Group, broadcast
+from zfun.collectives import Group, broadcast, gather_json
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._ranks import group_of
 from zfun.interop.deepspeed.pipe._topology import (
@@ -238,6 +238,29 @@ class PipelineModule(nn.Module):
             for stage in range(self.num_stages)
         ]
 
+    def check_own(self) -> None:
+        """Refuse leaves that are not those of the stages any more; every rank must call.
+
+        Every rank has the error of any stage, because ranks wait for each other next.
+        """
+        own, known = dict(self.named_parameters()), self._leaves
+        cast = [name for name, param in own.items() if param.dtype != known[name].dtype]
+        casts = [f"{own[x].dtype} for leaf {x!r}, which was {known[x].dtype}" for x in cast[:1]]
+        is_trained = any(param.requires_grad for param in own.values())
+        mine = [self.stage_id, casts, is_trained]
+        ranks = gather_json(mine, self.ranks, "leaves of a pipeline")
+        if found := next((casts for _, casts, _ in ranks if casts), None):
+            raise OptionError(
+                f"leaves keep their dtypes after PipelineModule(); got {found[0]}; pass dtype= to "
+                "the layer, or turn on bf16 or fp16 in the configuration"
+            )
+        frozen = [stage for stage, _, is_trained in ranks if not is_trained]
+        if 0 < len(frozen) < len(ranks):
+            raise OptionError(
+                f"each stage trains a parameter; got none that requires a gradient on stage "
+                f"{frozen[0]}; freeze layers before PipelineModule(), and use fewer stages"
+            )
+
     def logical(self) -> dict[str, Tensor]:
         """Return the leaves of all stages, with values on their own; every rank must call.
 
@@ -285,7 +308,9 @@ class PipelineModule(nn.Module):
         x = forward_input
         for start in range(0, len(self.forward_funcs), step):
             run = functools.partial(self._run, start, start + step, self.micro_offset + 1)
-            inputs = x if isinstance(x, tuple) else (x,)
+            # As in DeepSpeed, layers that are not recomputed get a tuple as it is.
+            is_open = self.activation_checkpoint_interval and isinstance(x, tuple)
+            inputs = x if is_open else (x,)
             is_recomputed = self.activation_checkpoint_interval and self._is_checkpointable(
                 self.forward_funcs[start : start + step]
             )

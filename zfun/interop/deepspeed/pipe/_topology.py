@@ -126,7 +126,7 @@ class PipelineParallelGrid:
     def __init__(self, topology: ProcessTopology, process_group: Group) -> None:
         sizes = dict(zip(topology.axes, topology.dims, strict=True))
         more = {axis: n for axis, n in sizes.items() if axis not in ("pipe", "data") and n > 1}
-        if more or sizes.keys() < {"pipe", "data"}:
+        if more or not sizes.keys() >= {"pipe", "data"}:
             raise OptionError(
                 "a pipeline has the axes 'pipe' and 'data', because layers that share a matrix "
                 f"over ranks have a norm and a seed of their own; got {sizes}; use "
