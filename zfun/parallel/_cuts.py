@@ -31,10 +31,17 @@ may be a meta tensor. ``None``: every rank has the whole leaf, with equal values
 
 @dataclass(frozen=True, slots=True)
 class ModelAxis:
-    """A model axis, and the rule that spreads the leaves over it."""
+    """A model axis.
+
+    Attributes:
+        group: its ranks.
+        rule: how it spreads leaves.
+        has_batches: whether its ranks have batches of their own.
+    """
 
     group: Group
     rule: LeafRule
+    has_batches: bool = False
 
 
 class ParallelLoss:
@@ -71,6 +78,23 @@ def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
         ()
     """
     return getattr(loss, "model_axes", ())
+
+
+def axes_inside(stages: Sequence[Callable[..., Any]]) -> list[Group]:
+    """Return the groups of the model axes of the stages of a pipeline, each once.
+
+    Raises:
+        OptionError: the ranks of such an axis have batches of their own.
+    """
+    found = {id(x.group): x for fn in stages for x in model_axes(fn)}
+    for axis in found.values():
+        if axis.has_batches:
+            raise OptionError(
+                "the ranks inside of a stage of a pipeline have one batch; got a stage of "
+                f"expert_parallel(), whose ranks have their own, over {axis.group!r}; use an "
+                "expert axis without a pipeline"
+            )
+    return [axis.group for axis in found.values()]
 
 
 def beside_model_axes(group: Group, loss: Any) -> Group:

@@ -132,7 +132,7 @@ def expert_parallel(
     def rule(path: str, leaf: Any) -> Cut | None:
         return None if mean.kind_of(path) == "whole" else Cut(0)
 
-    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule)))
+    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)))
 
 
 class _MeanLoss:

@@ -285,6 +285,7 @@ WRONG: dict[str, Any] = {
     "pipeline": lambda mesh: over(
         mesh["dp"], zf.pipeline([product] * 2, mesh["ep"], num_micro_batches=2)
     ),
+    "stage": lambda mesh: zf.pipeline([product, over(mesh["ep"])], mesh["dp"], num_micro_batches=2),
     "odd": lambda mesh: zf.zero(1, over(mesh["ep"]), rule(), mesh["dp"]).init(LEAVES),
     "glob": lambda mesh: over(mesh["ep"], product, "expert.*")(LEAVES, X),
     "plans": lambda mesh: over(mesh["ep"], product, [*LEAVES][mesh["ep"].rank])(LEAVES, X),
@@ -318,6 +319,7 @@ class _Double(torch.autograd.Function):
         ("twice", OptionError, "cut once along an axis; expert_parallel.. got the axis"),
         ("axes", OptionError, r"one axis; got <mesh: .*; pass one axis, such as mesh\['ep'\]"),
         ("pipeline", OptionError, "takes the loss of a batch; got a pipeline"),
+        ("stage", OptionError, "got a stage of expert_parallel.., whose ranks have their own"),
         ("odd", LeafError, "got leaf 'experts' of shape .3, 2., .* over 2 ranks"),
         ("glob", OptionError, "got 'expert..', which matches none of w, experts; mend the glob"),
         ("plans", SpecMismatch, "plan of expert_parallel"),
