@@ -272,7 +272,8 @@ def dispatch(
         [[1.0, 20.0], [3.0, 40.0]]
     """
     check_experts(axis, num_experts)
-    if x.dim() != 2 or chosen.dim() != 2 or not len(x) == len(chosen) == len(weights):
+    fits = x.dim() == chosen.dim() == 2 and len(x) == len(chosen)
+    if not fits or weights.shape != chosen.shape:
         raise OptionError(
             "dispatch() takes tokens [tokens, width], and [tokens, k] experts and weights; got "
             f"shapes {tuple(x.shape)}, {tuple(chosen.shape)} and {tuple(weights.shape)}; reshape "

@@ -298,6 +298,7 @@ WRONG: dict[str, Any] = {
         {name: leaf.clone().requires_grad_() for name, leaf in LEAVES.items()}, X
     ),
     "shapes": lambda mesh: dispatch(product, X, ONES[1:].long(), ONES, mesh["ep"], 2),
+    "weights": lambda mesh: dispatch(product, X, ONES.long(), torch.ones(4, 2), mesh["ep"], 2),
     "experts": lambda mesh: dispatch(product, X, ONES.long(), ONES, mesh["ep"], 3),
     "floats": lambda mesh: dispatch(product, X, ONES, ONES, mesh["ep"], 2),
 }
@@ -328,6 +329,7 @@ class _Double(torch.autograd.Function):
         ("flat", PlacementError, "put shard_params.. around it"),
         ("function", PlacementError, "got the lazy leaf 'w'"),
         ("shapes", OptionError, "got shapes .4, 2., .3, 1. and .4, 1.; reshape"),
+        ("weights", OptionError, "got shapes .4, 2., .4, 1. and .4, 2.; reshape"),
         ("experts", OptionError, "got 3 experts over 2 ranks"),
         ("floats", OptionError, "chosen of dispatch.. must be a tensor of integers"),
     ],
