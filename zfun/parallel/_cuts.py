@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from zfun import tree
 from zfun.collectives import DataAxes, Group, global_ranks
 from zfun.errors import OptionError
 from zfun.placement import Cut, Held
@@ -78,6 +81,33 @@ def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
         ()
     """
     return getattr(loss, "model_axes", ())
+
+
+def call_with(
+    loss: Callable[..., Any], params: tree.Tree, spec: tree.Spec, leaves: list[Any], *rest: Any
+) -> Any:
+    """Call a loss with other leaves in place of those of a tree.
+
+    Where the loss assigns to a leaf without a gradient, as a module does to a buffer by ``self.mean
+    = ...``, the tree gets the new tensor too.
+    """
+    given = tree.unflatten(spec, leaves)
+    out = loss(given, *rest)
+    left, known = tree.leaves_like(spec, given) or leaves, set(map(id, leaves))
+    if not known.issuperset(map(id, left)):
+        _hand_back(params, given, known)
+    return out
+
+
+def _hand_back(own: Any, left: Any, known: set[int]) -> None:
+    """Put the leaves of ``left`` that are not known into a tree of the same form."""
+    is_sequence = isinstance(own, (list, tuple))
+    for key in range(len(own)) if is_sequence else own if isinstance(own, dict) else ():
+        old, new = own[key], left[key]
+        if not isinstance(old, Tensor):
+            _hand_back(old, new, known)
+        elif id(new) not in known and not old.requires_grad:
+            own[key] = new
 
 
 def axes_inside(stages: Sequence[Callable[..., Any]]) -> list[Group]:

@@ -36,7 +36,7 @@ from zfun.collectives import Group, LeafRecord, axes_of, check_same, exchange_ro
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, NAMES, TENSOR, Kind, integer, takes
-from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, call_with, model_axes
 from zfun.parallel._pipeline import Pipeline
 from zfun.parallel._tensor_leaf import StyledLeaf
 from zfun.placement import Cut
@@ -173,7 +173,7 @@ class _MeanLoss:
                 if id(leaf) not in made:
                     made[id(leaf)] = self._shared(leaf, path, kind)
                 leaves[place] = made[id(leaf)]
-        out = self.loss(tree.unflatten(spec, leaves), *batch)
+        out = call_with(self.loss, params, spec, leaves, *batch)
         # A graph holds a lazy leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
