@@ -186,7 +186,7 @@ class _MeanLoss:
             tensor = tensor_of(own) if isinstance(own, LazyLeaf) else own
             if kind == "gathered":
                 return collectives.all_gather(tensor, self.axis, name="params", part=path)
-            return collectives.enter(tensor, self.axis, name="grads")
+            return collectives.enter(tensor, self.axis, name="grads", part=path)
 
         rows = own.shape[0] * self.axis.size if kind == "gathered" else 0
         shape = (rows, *own.shape[1:]) if kind == "gathered" else tuple(own.shape)

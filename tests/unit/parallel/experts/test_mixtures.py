@@ -297,6 +297,9 @@ WRONG: dict[str, Any] = {
     "function": lambda mesh: over(mesh["ep"], lambda p, x: _Double.apply(p["w"]).sum())(
         {name: leaf.clone().requires_grad_() for name, leaf in LEAVES.items()}, X
     ),
+    "branch": lambda mesh: over(mesh["ep"], lambda p, x: p["wv"[mesh["ep"].rank]].sum())(
+        {name: torch.ones(2, requires_grad=True) for name in ("w", "v", "experts")}, X
+    ).backward(),
     "shapes": lambda mesh: dispatch(product, X, ONES[1:].long(), ONES, mesh["ep"], 2),
     "weights": lambda mesh: dispatch(product, X, ONES.long(), torch.ones(4, 2), mesh["ep"], 2),
     "experts": lambda mesh: dispatch(product, X, ONES.long(), ONES, mesh["ep"], 3),
@@ -328,6 +331,7 @@ class _Double(torch.autograd.Function):
         ("data", OptionError, "different axes of one mesh"),
         ("flat", PlacementError, "put shard_params.. around it"),
         ("function", PlacementError, "got the lazy leaf 'w'"),
+        ("branch", CollectiveMismatch, "all_reduce 'grads' .w. .* all_reduce 'grads' .v."),
         ("shapes", OptionError, "got shapes .4, 2., .3, 1. and .4, 1.; reshape"),
         ("weights", OptionError, "got shapes .4, 2., .4, 1. and .4, 2.; reshape"),
         ("experts", OptionError, "got 3 experts over 2 ranks"),
