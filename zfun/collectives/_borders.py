@@ -36,22 +36,28 @@ class _Border(torch.autograd.Function):
     """``enter`` or ``leave``; ``dim`` is ``None`` for a sum."""
 
     @staticmethod
-    def forward(x: Tensor, group: Group, dim: int | None, enters: bool, name: str) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        x: Tensor, group: Group, dim: int | None, enters: bool, name: str, part: str
+    ) -> Tensor:
         if dim is not None:
-            return x.chunk(group.size, dim)[group.rank] if enters else _joined(x, group, dim, name)
+            return (
+                x.chunk(group.size, dim)[group.rank]
+                if enters
+                else _joined(x, group, dim, name, part)
+            )
         if enters:
             return x.view_as(x)
         rows = x.contiguous().view(-1)
-        return group.start(Collective(AllReduce(), name), rows).wait().view(x.shape)
+        return group.start(Collective(AllReduce(), name, part), rows).wait().view(x.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *ctx.options = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        group, dim, enters, name = ctx.options
-        return _cross(grad, group, dim, not enters, name), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        group, dim, enters, *named = ctx.options
+        return _cross(grad, group, dim, not enters, *named), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
@@ -61,24 +67,27 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def vmap(  # type: ignore[override]
         info: Any,
-        in_dims: tuple[int, None, None, None, None],
+        in_dims: tuple[int, None, None, None, None, None],
         x: Tensor,
         group: Group,
         dim: int | None,
         enters: bool,
         name: str,
+        part: str,
     ) -> tuple[Tensor, int]:
         batched = x.movedim(in_dims[0], 0)
-        return _cross(batched, group, None if dim is None else dim + 1, enters, name), 0
+        return _cross(batched, group, None if dim is None else dim + 1, enters, name, part), 0
 
 
-def _joined(x: Tensor, group: Group, dim: int, name: str) -> Tensor:
-    return all_gather(x, group, dim, name=name).contiguous()
+def _joined(x: Tensor, group: Group, dim: int, name: str, part: str) -> Tensor:
+    return all_gather(x, group, dim, name=name, part=part).contiguous()
 
 
 @ops.uncompiled
-def _cross(x: Tensor, group: Group, dim: int | None, enters: bool, name: str) -> Tensor:
-    return _Border.apply(x, group, dim, enters, name)  # type: ignore[no-any-return]
+def _cross(
+    x: Tensor, group: Group, dim: int | None, enters: bool, name: str, part: str = ""
+) -> Tensor:
+    return _Border.apply(x, group, dim, enters, name, part)  # type: ignore[no-any-return]
 
 
 def _dim_of(x: Tensor, dim: int | None, function: str) -> int | None:
@@ -93,7 +102,9 @@ def _dim_of(x: Tensor, dim: int | None, function: str) -> int | None:
 
 
 @takes(dim=integer() | None)
-def enter(x: Tensor, group: Group, dim: int | None = None, *, name: str = "") -> Tensor:
+def enter(
+    x: Tensor, group: Group, dim: int | None = None, *, name: str = "", part: str = ""
+) -> Tensor:
     """``R -> R``: each rank goes on with its part of a computation; backward ``P -> R``.
 
     Nothing is sent; backward sums the gradients of the ranks::
@@ -116,6 +127,7 @@ def enter(x: Tensor, group: Group, dim: int | None = None, *, name: str = "") ->
         group: the ranks.
         dim: the dimension that is cut; by default none is.
         name: a name for messages and logs.
+        part: what is summed, such as the path of a leaf; ranks with different parts are refused.
 
     Returns:
         The same tensor, or this rank's piece.
@@ -137,7 +149,7 @@ def enter(x: Tensor, group: Group, dim: int | None = None, *, name: str = "") ->
             f"enter() needs a dim that the {group.size} ranks divide; got length {x.shape[at]} at "
             f"dim {dim} of {tuple(x.shape)}; pad it"
         )
-    return _cross(x, group, at, True, name)
+    return _cross(x, group, at, True, name, part)
 
 
 @takes(dim=integer() | None)

@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from zfun import tree
 from zfun.collectives import DataAxes, Group, global_ranks
 from zfun.errors import OptionError
 from zfun.placement import Cut, Held
@@ -31,10 +34,17 @@ may be a meta tensor. ``None``: every rank has the whole leaf, with equal values
 
 @dataclass(frozen=True, slots=True)
 class ModelAxis:
-    """A model axis, and the rule that spreads the leaves over it."""
+    """A model axis.
+
+    Attributes:
+        group: its ranks.
+        rule: how it spreads leaves.
+        has_batches: whether its ranks have batches of their own.
+    """
 
     group: Group
     rule: LeafRule
+    has_batches: bool = False
 
 
 class ParallelLoss:
@@ -71,6 +81,50 @@ def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
         ()
     """
     return getattr(loss, "model_axes", ())
+
+
+def call_with(
+    loss: Callable[..., Any], params: tree.Tree, spec: tree.Spec, leaves: list[Any], *rest: Any
+) -> Any:
+    """Call a loss with other leaves in place of those of a tree.
+
+    Where the loss assigns to a leaf without a gradient, as a module does to a buffer by ``self.mean
+    = ...``, the tree gets the new tensor too.
+    """
+    given = tree.unflatten(spec, leaves)
+    out = loss(given, *rest)
+    left, known = tree.leaves_like(spec, given) or leaves, set(map(id, leaves))
+    if not known.issuperset(map(id, left)):
+        _hand_back(params, given, known)
+    return out
+
+
+def _hand_back(own: Any, left: Any, known: set[int]) -> None:
+    """Put the leaves of ``left`` that are not known into a tree of the same form."""
+    is_sequence = isinstance(own, (list, tuple))
+    for key in range(len(own)) if is_sequence else own if isinstance(own, dict) else ():
+        old, new = own[key], left[key]
+        if not isinstance(old, Tensor):
+            _hand_back(old, new, known)
+        elif id(new) not in known and not old.requires_grad:
+            own[key] = new
+
+
+def axes_inside(stages: Sequence[Callable[..., Any]]) -> list[Group]:
+    """Return the groups of the model axes of the stages of a pipeline, each once.
+
+    Raises:
+        OptionError: the ranks of such an axis have batches of their own.
+    """
+    found = {id(x.group): x for fn in stages for x in model_axes(fn)}
+    for axis in found.values():
+        if axis.has_batches:
+            raise OptionError(
+                "the ranks inside of a stage of a pipeline have one batch; got a stage of "
+                f"expert_parallel(), whose ranks have their own, over {axis.group!r}; use an "
+                "expert axis without a pipeline"
+            )
+    return [axis.group for axis in found.values()]
 
 
 def beside_model_axes(group: Group, loss: Any) -> Group:

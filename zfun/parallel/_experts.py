@@ -36,7 +36,7 @@ from zfun.collectives import Group, LeafRecord, axes_of, check_same, exchange_ro
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, NAMES, TENSOR, Kind, integer, takes
-from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, call_with, model_axes
 from zfun.parallel._pipeline import Pipeline
 from zfun.parallel._tensor_leaf import StyledLeaf
 from zfun.placement import Cut
@@ -132,7 +132,7 @@ def expert_parallel(
     def rule(path: str, leaf: Any) -> Cut | None:
         return None if mean.kind_of(path) == "whole" else Cut(0)
 
-    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule)))
+    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)))
 
 
 class _MeanLoss:
@@ -173,7 +173,7 @@ class _MeanLoss:
                 if id(leaf) not in made:
                     made[id(leaf)] = self._shared(leaf, path, kind)
                 leaves[place] = made[id(leaf)]
-        out = self.loss(tree.unflatten(spec, leaves), *batch)
+        out = call_with(self.loss, params, spec, leaves, *batch)
         # A graph holds a lazy leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
@@ -186,7 +186,7 @@ class _MeanLoss:
             tensor = tensor_of(own) if isinstance(own, LazyLeaf) else own
             if kind == "gathered":
                 return collectives.all_gather(tensor, self.axis, name="params", part=path)
-            return collectives.enter(tensor, self.axis, name="grads")
+            return collectives.enter(tensor, self.axis, name="grads", part=path)
 
         rows = own.shape[0] * self.axis.size if kind == "gathered" else 0
         shape = (rows, *own.shape[1:]) if kind == "gathered" else tuple(own.shape)
@@ -272,7 +272,8 @@ def dispatch(
         [[1.0, 20.0], [3.0, 40.0]]
     """
     check_experts(axis, num_experts)
-    if x.dim() != 2 or chosen.dim() != 2 or not len(x) == len(chosen) == len(weights):
+    fits = x.dim() == chosen.dim() == 2 and len(x) == len(chosen)
+    if not fits or weights.shape != chosen.shape:
         raise OptionError(
             "dispatch() takes tokens [tokens, width], and [tokens, k] experts and weights; got "
             f"shapes {tuple(x.shape)}, {tuple(chosen.shape)} and {tuple(weights.shape)}; reshape "

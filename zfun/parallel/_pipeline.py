@@ -35,7 +35,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
-from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, axes_inside, model_axes
 from zfun.parallel._local import Spread
 from zfun.parallel._pipeline_messages import Channel, pair_groups
 from zfun.parallel._pipeline_run import (
@@ -82,14 +82,13 @@ class Pipeline(ParallelLoss):
         num_micro_batches: int,
         leaves: Sequence[Sequence[str]] | None,
     ) -> None:
-        inner = {id(x.group): x.group for fn in stages for x in model_axes(fn)}
         super().__init__(
             _refuse_call,
             [
                 ModelAxis(axis, lambda path, leaf: Held(self._ranks_with(path))),
                 *(
                     ModelAxis(group, functools.partial(self._spread_inside, stages, group))
-                    for group in inner.values()
+                    for group in axes_inside(stages)
                 ),
             ],
         )
@@ -361,7 +360,8 @@ def pipeline(
         result of the last stage on the rank of that stage.
 
     Raises:
-        OptionError: stages that the axis or the schedule does not fit.
+        OptionError: stages that the axis or the schedule does not fit, or one of
+            :func:`zfun.parallel.expert_parallel`.
         LeafError: from ``init``, for a leaf of no stage.
         SpecMismatch: from ``step``, for ranks with other plans or batches, or a stage whose results
             change their shapes.

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, Work
 from zfun.errors import OptionError
+from zfun.parallel._cuts import call_with
 from zfun.parallel._pipeline_messages import Arrival, Channel, form_of, grad_leaves
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.transforms import Pullback, add_grads, open_batch
@@ -79,8 +80,12 @@ class StageFunction:
         handed, batch = given
         x = batch if self.is_first else handed.value
         own = self.pick(params)
-        own = tree.map(handed.viewed, own) if handed.is_split else own
-        out = self.fn(own, x, *([batch] if self.takes_batch else []))
+        rest = [x, batch] if self.takes_batch else [x]
+        if handed.is_split:
+            leaves, spec = tree.flatten(own)
+            out = call_with(self.fn, own, spec, [*map(handed.viewed, leaves)], *rest)
+        else:
+            out = self.fn(own, *rest)
         if not self.is_last:
             return out
         _, total, weight, aux = parse(out)

@@ -13,7 +13,7 @@ from zfun.collectives import Group, LeafRecord, check_same
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, instance, integer, takes
-from zfun.parallel._cuts import ModelAxis, ParallelLoss, model_axes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, call_with, model_axes
 from zfun.parallel._tensor_leaf import Region, StyledLeaf
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle, glob_of, styles_of
 from zfun.placement import Cut
@@ -167,7 +167,7 @@ class _StyledLoss:
                 if key not in made:
                     made[key] = StyledLeaf.over(leaf, path, style, region)
                 leaves[place] = made[key]
-        out = self.loss(tree.unflatten(spec, leaves), *batch)
+        out = call_with(self.loss, params, spec, leaves, *batch)
         region.forget()
         # A graph holds a styled leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:

@@ -48,7 +48,7 @@ def local_tree(
 
     Raises:
         OptionError: the values are to come from rank 0, the optimizer looks at whole leaves, or a
-            buffer has a value for each rank and is spread.
+            buffer is spread although ranks write values of their own.
         SpecMismatch: ranks of a model axis have other options.
     """
     if init == "broadcast":
@@ -74,17 +74,25 @@ def local_tree(
     policy = recipe.precision
     role = role_of(recipe)
     local = LocalTree(params, axes, policy.param if policy.master is None else None, role)
-    _check_own(recipe, local)
+    _check_buffers(recipe, local, axes)
     return local
 
 
-def _check_own(recipe: ZeroOptions, local: LocalTree) -> None:
-    """Refuse values of each rank in leaves that not all ranks have whole; all ranks raise alike."""
+def _check_buffers(recipe: ZeroOptions, local: LocalTree, axes: Sequence[ModelAxis]) -> None:
+    """Refuse spread buffers into which ranks write other values; all ranks raise alike."""
     if recipe.buffers is None:
         return
     for path, leaf in local.specs.items():
-        is_buffer, is_spread = local.roles[path] == "buffer", any(local.spreads[path])
-        if is_buffer and checked_rule(recipe.buffers)(path, leaf) == "by rank" and is_spread:
+        spread = local.spreads[path]
+        if local.roles[path] != "buffer" or not any(spread):
+            continue
+        if any(x.has_batches and kind for x, kind in zip(axes, spread, strict=True)):
+            raise OptionError(
+                f"a buffer is whole on the ranks of an expert axis; got {path!r}, which "
+                "expert_parallel() cuts; name other leaves in experts= and gathered=",
+                leaf=path,
+            )
+        if checked_rule(recipe.buffers)(path, leaf) == "by rank":
             raise OptionError(
                 "a buffer with the rule 'by rank' is whole on every rank; got one that is spread "
                 f"over a model axis, {path!r}; use 'mean' or 'rank 0', or keep it whole",

@@ -13,6 +13,7 @@ from zfun.collectives import Group, agreement_group, gather_values, global_ranks
 from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.layout import LeafSlot, logical_path
+from zfun.parallel import model_axes
 from zfun.placement import P, Placement, R
 from zfun.recipes._checks import check_used, first_bad_leaf
 from zfun.recipes._options import ZeroOptions
@@ -75,7 +76,10 @@ def updated(
             take = apply_spending if spends else apply
             params, opt_state = take(rule, grads, opt_state, params, donate=donate)
         if left is not None and recipe.buffers is not None:
-            kept = merge_buffers(left, sum_group(left.group), recipe.buffers)
+            batched = [axis.group for axis in model_axes(recipe.loss_fn) if axis.has_batches]
+            for group in (sum_group(left.group), *batched):
+                left = merge_buffers(left, group, recipe.buffers)
+            kept = left
     if donate:
         params, opt_state = _handed_over(
             state, params, opt_state, f"step {state.step} at {call_site()}"

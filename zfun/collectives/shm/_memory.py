@@ -85,7 +85,9 @@ class SharedMemory:
         Raises:
             OptionError: there is no memory for the input. Nothing has been published then.
         """
-        readers = _readers(call.op, self.rank, self.size)
+        # Without counts, of which each step has others.
+        op = AllToAll() if isinstance(call.op, UnequalAllToAll) else call.op
+        readers = _readers(op, self.rank, self.size)
         sent = self._mailbox.prepare(call, text, readers, x, out)
         try:
             block = self._place(sent, x, out)

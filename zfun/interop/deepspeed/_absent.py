@@ -44,8 +44,8 @@ _TABLE: Mapping[str, str] = {
         "launcher.constants launcher.launch launcher.launcher_helper launcher.multinode_runner"
     ),
     "freeze the base with requires_grad_(False) and train adapters, as peft does": "linear",
-    "build experts of plain modules; ranks may use different experts, because the order of "
-    "collectives does not depend on the experts that a rank uses": (
+    "build experts of plain modules, whole on each rank, or cut over ranks by "
+    "zf.parallel.expert_parallel(loss, axis)": (
         "moe utils:split_params_into_different_moe_groups_for_optimizer "
         "utils:configure_moe_param_groups utils:has_moe_layers groups:expert_parallel "
         "groups:expert_data_parallel"

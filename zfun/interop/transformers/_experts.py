@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ def expert_parallel(model: PreTrainedModel, axis: Group) -> Any:
     """Return a model whose tokens travel to the ranks of their experts: ``S -> S``.
 
     Experts are modules with stacked matrices (``gate_up_proj`` and ``down_proj``), as Mixtral and
-    Qwen3-MoE have them. Routers and shared experts stay as they are.
+    Qwen3-MoE have them, and are called with tokens, choices and weights. Routers and shared experts
+    stay as they are.
 
     Args:
         model: any model with such experts, and any ``experts_implementation``. It stays as it is.
@@ -58,8 +60,8 @@ def expert_parallel(model: PreTrainedModel, axis: Group) -> Any:
     if not modules:
         raise OptionError(
             "expert_parallel() takes a model with experts that have stacked matrices, gate_up_proj "
-            f"or up_proj and down_proj; {type(model).__name__} has none; call "
-            "zf.parallel.dispatch() in its layers"
+            "or up_proj and down_proj, and take rows, choices and weights; "
+            f"{type(model).__name__} has none; call zf.parallel.dispatch() in its layers"
         )
     for module in modules:
         num_experts = len(module.down_proj)
@@ -72,7 +74,9 @@ def expert_parallel(model: PreTrainedModel, axis: Group) -> Any:
 
 def _has_experts(module: nn.Module) -> bool:
     down = getattr(module, "down_proj", None)
-    return isinstance(down, Tensor) and down.dim() == 3 and hasattr(module, "num_experts")
+    is_stacked = isinstance(down, Tensor) and down.dim() == 3 and hasattr(module, "num_experts")
+    # Of itself, rows, choices and weights. Llama4's experts get rows alone, sorted already.
+    return is_stacked and len(inspect.signature(type(module).forward).parameters) > 3
 
 
 def _dispatched(

@@ -285,6 +285,7 @@ WRONG: dict[str, Any] = {
     "pipeline": lambda mesh: over(
         mesh["dp"], zf.pipeline([product] * 2, mesh["ep"], num_micro_batches=2)
     ),
+    "stage": lambda mesh: zf.pipeline([product, over(mesh["ep"])], mesh["dp"], num_micro_batches=2),
     "odd": lambda mesh: zf.zero(1, over(mesh["ep"]), rule(), mesh["dp"]).init(LEAVES),
     "glob": lambda mesh: over(mesh["ep"], product, "expert.*")(LEAVES, X),
     "plans": lambda mesh: over(mesh["ep"], product, [*LEAVES][mesh["ep"].rank])(LEAVES, X),
@@ -296,7 +297,11 @@ WRONG: dict[str, Any] = {
     "function": lambda mesh: over(mesh["ep"], lambda p, x: _Double.apply(p["w"]).sum())(
         {name: leaf.clone().requires_grad_() for name, leaf in LEAVES.items()}, X
     ),
+    "branch": lambda mesh: over(mesh["ep"], lambda p, x: p["wv"[mesh["ep"].rank]].sum())(
+        {name: torch.ones(2, requires_grad=True) for name in ("w", "v", "experts")}, X
+    ).backward(),
     "shapes": lambda mesh: dispatch(product, X, ONES[1:].long(), ONES, mesh["ep"], 2),
+    "weights": lambda mesh: dispatch(product, X, ONES.long(), torch.ones(4, 2), mesh["ep"], 2),
     "experts": lambda mesh: dispatch(product, X, ONES.long(), ONES, mesh["ep"], 3),
     "floats": lambda mesh: dispatch(product, X, ONES, ONES, mesh["ep"], 2),
 }
@@ -318,6 +323,7 @@ class _Double(torch.autograd.Function):
         ("twice", OptionError, "cut once along an axis; expert_parallel.. got the axis"),
         ("axes", OptionError, r"one axis; got <mesh: .*; pass one axis, such as mesh\['ep'\]"),
         ("pipeline", OptionError, "takes the loss of a batch; got a pipeline"),
+        ("stage", OptionError, "got a stage of expert_parallel.., whose ranks have their own"),
         ("odd", LeafError, "got leaf 'experts' of shape .3, 2., .* over 2 ranks"),
         ("glob", OptionError, "got 'expert..', which matches none of w, experts; mend the glob"),
         ("plans", SpecMismatch, "plan of expert_parallel"),
@@ -325,7 +331,9 @@ class _Double(torch.autograd.Function):
         ("data", OptionError, "different axes of one mesh"),
         ("flat", PlacementError, "put shard_params.. around it"),
         ("function", PlacementError, "got the lazy leaf 'w'"),
+        ("branch", CollectiveMismatch, "all_reduce 'grads' .w. .* all_reduce 'grads' .v."),
         ("shapes", OptionError, "got shapes .4, 2., .3, 1. and .4, 1.; reshape"),
+        ("weights", OptionError, "got shapes .4, 2., .4, 1. and .4, 2.; reshape"),
         ("experts", OptionError, "got 3 experts over 2 ranks"),
         ("floats", OptionError, "chosen of dispatch.. must be a tensor of integers"),
     ],

@@ -158,11 +158,17 @@ def test_a_model_refuses_what_its_experts_cannot_do() -> None:
         if case == "none":
             llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
             return expert_parallel(llama, group)
+        if case == "sorted":
+            config = transformers.Llama4TextConfig(
+                **GROUPED, head_dim=4, intermediate_size_mlp=8, num_local_experts=2
+            )
+            return expert_parallel(transformers.Llama4ForCausalLM(config), group)
         return expert_parallel(model_of("mixtral"), group)(tokens(0))
 
     for size, case, match in (
         (3, "others", "got 4 experts over 3 ranks; use an axis whose size divides"),
         (2, "none", "LlamaForCausalLM has none; call zf.parallel.dispatch"),
+        (2, "sorted", "Llama4ForCausalLM has none; call zf.parallel.dispatch"),
         (2, "whole", "a rank has 1/2 of the experts; got 4 of 4; put the loss into"),
     ):
         with pytest.raises(OptionError, match=match):

@@ -219,10 +219,11 @@ _OTHERS = (
         "leave the key out, and make embeddings with sparse=False: gradients are dense"),
     refused("gradient_allreduce_op", "mean",
         "leave the key out, and multiply the loss by the number of ranks", text("mean", "sum")),
+    refused("expert_parallel", None,
+        "leave the section out, and cut the experts by zf.parallel.expert_parallel(loss, axis)"),
     *(
         refused(name, None, f"leave the section out: zfun has no {words}")
         for name, words in (
-            ("expert_parallel", "expert parallelism of its own; write it in the loss, over a mesh"),
             ("sparse_attention", "attention of its own; call the kernel in the loss"),
             ("compression_training", "pruning or quantisation-aware training"),
             ("quantize_training", "quantisation-aware training"),
