@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from torch import Tensor
+
 from zfun import tree
 from zfun.collectives import NotLeftYet, Record, ShapeBoard
 from zfun.parallel import Pipeline
@@ -25,6 +27,7 @@ from zfun.placement import Held
 from zfun.planner._buffers import MARK
 from zfun.planner._parts import PLACES, Bytes, Instant
 from zfun.sources.deferred import memory_of, spec_of
+from zfun.transforms import open_batch
 
 KEPT = 3
 
@@ -320,3 +323,15 @@ def _content_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
+
+
+def are_alike(micro_batches: Sequence[Any]) -> bool:
+    """Whether micro-batches have one form, so that one of them stands for all."""
+    forms = {
+        tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in open_batch(one).leaves
+        )
+        for one in micro_batches
+    }
+    return len(forms) == 1

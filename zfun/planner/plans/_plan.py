@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import (
@@ -44,6 +43,7 @@ from zfun.planner.plans._folded import (
     Ranks,
     StepCounts,
     StepPiece,
+    are_alike,
     folded,
     joined,
     pieces_of,
@@ -51,7 +51,7 @@ from zfun.planner.plans._folded import (
 )
 from zfun.planner.plans._kept import bytes_by_path, num_leaves
 from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
-from zfun.transforms import open_batch, split_batch
+from zfun.transforms import split_batch
 
 _MESH = instance(Mapping, "the size of each axis, by name", "{'pp': 2, 'dp': 4}")
 GROUP_OR_SIZE = integer(1, example="8") | GROUP
@@ -313,7 +313,7 @@ def _foldable(made: Callable[[int], Any], rank: int, params: tree.Tree, batch: A
     """Return the ranks of a pipeline of which actions can be left out, if there is one."""
     run = made(rank)
     loss = _pipeline_of(run)
-    if loss is None or not _are_alike(split_batch(batch, loss.num_micro_batches)):
+    if loss is None or not are_alike(split_batch(batch, loss.num_micro_batches)):
         return None
     losses = {number: made(number) for number in global_ranks(loss.model_axes[0].group)}
     found = {number: _pipeline_of(run) for number, run in losses.items()}
@@ -321,18 +321,6 @@ def _foldable(made: Callable[[int], Any], rank: int, params: tree.Tree, batch: A
     if any(len(one.stages) > 1 or folded(one.actions) is None for one in pipelines.values()):
         return None
     return Ranks(pipelines, params, run.options.trainable)
-
-
-def _are_alike(micro_batches: Sequence[Any]) -> bool:
-    """Whether micro-batches have one form, so that one of them stands for all."""
-    forms = {
-        tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in open_batch(one).leaves
-        )
-        for one in micro_batches
-    }
-    return len(forms) == 1
 
 
 def _plan_of(
