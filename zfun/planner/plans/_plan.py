@@ -297,7 +297,9 @@ def planned(
                 waiting.setdefault(other)
             continue
         del waiting[number]
-        plans[number] = dataclasses.replace(plan, mesh=sizes, pipeline=_in_pipeline(run))
+        loss = _pipeline_of(run)
+        share = None if loss is None else _share_of(loss)
+        plans[number] = dataclasses.replace(plan, mesh=sizes, pipeline=share)
         if ranks is not None:
             pieces[number] = observer.pieces()
     if ranks is not None:
@@ -377,11 +379,6 @@ def _unfolded(number: int, ranks: Ranks, shown: Plan, pieces: Sequence[StepPiece
 def _pipeline_of(run: Any) -> Pipeline | None:
     loss = getattr(getattr(run, "options", None), "loss_fn", None)
     return loss if isinstance(loss, Pipeline) else None
-
-
-def _in_pipeline(run: Any) -> InPipeline | None:
-    loss = _pipeline_of(run)
-    return None if loss is None else _share_of(loss)
 
 
 def _share_of(loss: Pipeline) -> InPipeline:
