@@ -69,8 +69,7 @@ def train(group: zf.Group, stage: int = 3) -> tuple[list[float], dict[str, Any]]
     model = apply.bind(zero.params(state)).eval()  # every rank holds all parameters
     tokens = zf.collectives.all_gather(generate(model, PROMPTS[group.rank :: group.size]), group)
     if group.rank == 0:
-        print(f"loss {losses[-1]:.4f}, held out {float(loss):.4f}")
-        print(*(bytes(row.tolist()) for row in tokens), sep="\n")
+        print(f"held out {float(loss):.4f}", *(bytes(row.tolist()) for row in tokens), sep="\n")
     return [*losses, float(loss)], {**zero.params(state), "tokens": tokens}
 
 

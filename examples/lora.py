@@ -42,8 +42,7 @@ class LoRA(nn.Module):
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)  # the same first values on every rank
-    config = LlamaConfig(**SIZES, num_attention_heads=2)
-    model: Any = LlamaForCausalLM(config)  # or .from_pretrained()
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2))
     for layer in model.model.layers:
         layer.mlp.up_proj, layer.mlp.down_proj = LoRA(layer.mlp.up_proj), LoRA(layer.mlp.down_proj)
     return model.to(DEVICE)

@@ -173,10 +173,11 @@ class Recipe:
         size, rest = divmod(sum_group(group).size, self.sequence)
         if rest or (self.batch is not None and self.batch.world_size != size):
             ranks = "any number of" if self.batch is None else str(self.batch.world_size)
+            each = f", each a group of {self.sequence} along the sequence" * (self.sequence > 1)
             raise OptionError(
-                f"the configuration is for {ranks} batches, each of {self.sequence} ranks (its "
-                f"sequence_parallel_size); got a group of {sum_group(group).size}; pass "
-                f"world_size={size} to from_ds_config(), and the group of the axes of both"
+                f"the batch sizes of the configuration are for {ranks} ranks{each}; got a group of "
+                f"{sum_group(group).size}; pass world_size={size} to from_ds_config(), and the "
+                "group of all data axes, mesh['dp', 'sp'] where sequences are cut"
             )
         axes = [axis.group.size for axis in model_axes(loss_fn)]
         if self.tensor > 1 and self.tensor not in axes:

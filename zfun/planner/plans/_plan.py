@@ -444,6 +444,6 @@ def live_bytes(
         >>> recipe = lambda group: zf.zero(3, loss, zf.optim.sgd(0.1), group, bucket_bytes=1)
         >>> found = zf.planner.live_bytes(recipe, params, torch.empty(8, 64), 8)
         >>> found.steady.device.params, found.peak.what, found.largest.gathered
-        (4096, 'empty in backward', 32768)
+        (4096, 'reduce_scatter of grads bucket 0: a in backward', 32768)
     """
     return Live(plan(recipe, params, batch, group, steps=steps, device=device).instants)
