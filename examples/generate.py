@@ -69,9 +69,7 @@ def train(group: zf.Group, stage: int = 3) -> tuple[list[float], dict[str, Any]]
     model = apply.bind(zero.params(state)).eval()  # every rank holds all parameters
     tokens = zf.collectives.all_gather(generate(model, PROMPTS[group.rank :: group.size]), group)
     if group.rank == 0:
-        print(
-            f"held-out loss {float(loss):.4f}", *(bytes(row.tolist()) for row in tokens), sep="\n"
-        )
+        print(f"loss {float(loss):.4f}", *(bytes(row.tolist()) for row in tokens), sep="\n")
     return [*losses, float(loss)], {**zero.params(state), "tokens": tokens}
 
 
