@@ -482,7 +482,7 @@ def test_a_module_that_has_changed_on_a_stage_is_refused_on_all(name: str) -> No
 
 
 SHARED = nn.Linear(WIDTH, WIDTH)
-# What is refused before ranks wait for each other: options, and a part of the message.
+# Options that are refused before ranks wait for each other, and a part of the message.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "three stages": ({"num_stages": 3}, "got num_stages=3 for 2 ranks"),
     "no stages": ({"num_stages": None}, "got num_stages=None"),

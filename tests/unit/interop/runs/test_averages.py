@@ -67,7 +67,7 @@ def plain_run(ranks: int, steps: range) -> tuple[nn.Module, dict[str, Tensor]]:
     return module, average
 
 
-# What would be lost at the end of the context, or would change the average.
+# Writes that would be lost at the end of the context, or would change the average.
 CHANGES: dict[str, Callable[[Engine], Any]] = {
     "step": lambda engine: train(engine, range(1)),
     "state": lambda engine: setattr(engine, "state", engine.state),
