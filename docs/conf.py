@@ -41,6 +41,7 @@ nitpicky = True
 nitpick_ignore = [
     ("py:class", name)
     for name in (
+        "Drawing",  # a figure of matplotlib
         "SpawnContext",
         "contextlib.AbstractContextManager",
         "argparse.ArgumentParser",
