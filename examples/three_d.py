@@ -11,6 +11,7 @@ nor stage, up to rounding, because a step's batch depends on the number of the s
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ import zfun as zf
 from zfun.interop.transformers import pipeline_stages, tp_plan
 
 ROWS, MICRO_BATCHES = 16, 2  # sequences of all data ranks together; parts of a rank's
-SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+SIZES: Any = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 
 
 def make_model() -> LlamaForCausalLM:
