@@ -277,7 +277,7 @@ class PipelineStep:
                 call.weights = torch.cat([call.weights, summed]).double()
         else:
             back = self._arriving.pop((stage, "B", k))()
-            # Whoever answers has the outputs, so this wait is over, and sets them free.
+            # The next stage has answered, so the outputs have arrived, and may be freed here.
             self._wait_sent(Action(stage, "SEND_F", k))
             call.weights = back["weights"]
             cotangents = _like(call.out, set(call.pullback.paths), back["x"])
