@@ -232,6 +232,10 @@ def test_the_plan_of_any_mesh_equals_the_run(drawn: tuple[Case, int], steps: int
     case.check(rank, steps)
 
 
+def test_a_donated_sum_of_a_pipeline_is_gone_before_tied_leaves_are_summed() -> None:
+    Case(sizes(pp=2, dp=2), stage=1, is_tied=True, bucket_bytes=2**20).check(rank=0)
+
+
 def test_a_plan_of_three_axes_tells_bytes_by_axis_and_the_pipeline() -> None:
     case = Case(sizes(pp=2, dp=2, tp=2), stage=1, num_micro_batches=3)
     plan = case.check(rank=1)

@@ -236,11 +236,16 @@ def _check_tensors(grads: Any) -> None:
 
 
 def _map_buffers(fn: Any, first: Flat, *rest: Flat) -> Flat:
-    """Apply a function to the buffers of flats; results go to the store of the first flat."""
+    """Apply a function to the buffers of flats; results go to the store of the first flat.
+
+    What a function has changed in place is the same value: a second flat would keep the buffers of
+    a donated one.
+    """
     out = []
     for buffers in zip(first.buffers, *(flat.buffers for flat in rest), strict=True):
         store = buffers[0].store if isinstance(buffers[0], stores.Stored) else None
         device = store.device if store is not None else first.layout.device
         result = fn(*(stores.fetch(buffer, device) for buffer in buffers))
         out.append(store.put(result, "grads") if store is not None else result)
-    return first.with_buffers(out)
+    is_same = all(new is old for new, old in zip(out, first.buffers, strict=True))
+    return first if is_same else first.with_buffers(out)
