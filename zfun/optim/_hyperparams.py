@@ -283,8 +283,8 @@ def _reading(
         grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
     ) -> tuple[Tree, State]:
         step: Any = at(state).apply
-        factor = {} if scale is None else {"scale": scale}
-        new, after = step(grads, state.inner, params, donate=donate, **factor)
+        options: dict[str, Any] = {} if scale is None else {"scale": scale}
+        new, after = step(grads, state.inner, params, donate=donate, **options)
         return new, state._replace(inner=after)
 
     def factor(grads: Tree, state: State) -> Tensor | float:
