@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import functools
 import importlib
+import json
 import os
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -106,6 +109,46 @@ def copy_notebooks() -> None:
         ROOT / "notebooks" / "figures.py",
     ]:
         shutil.copyfile(path, target / path.name)
+
+
+def first_words(text: str) -> str:
+    """The heading of a cell, or its first sentence."""
+    found = re.match(
+        r"#+ (.*)|(.*?[.:])(?=\s|$)", text, re.DOTALL if text[:1] != "#" else 0
+    )
+    words = found[1] or found[2] if found else text
+    return " ".join(words.split()).rstrip(":")
+
+
+def gather_pictures() -> None:
+    """Draw the pictures of the benchmarks, and lay out those that the notebooks store."""
+    target = HERE / "pictures"
+    runpy.run_path(str(HERE / "measured.py"))["draw"](target)
+    lines = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        title, count, caption = "", 0, ""
+        figures = []
+        for cell in cells:
+            if cell["cell_type"] == "markdown":
+                caption = first_words("".join(cell["source"]))
+                title = title or caption
+            for output in cell.get("outputs", ()):
+                if image := output.get("data", {}).get("image/png"):
+                    count += 1
+                    name = f"{path.stem}-{count}.png"
+                    (target / name).write_bytes(base64.b64decode(image))
+                    figures += [
+                        f":::{{figure}} pictures/{name}",
+                        f":alt: {caption}",
+                        "",
+                        caption,
+                        ":::",
+                        "",
+                    ]
+        lines += [f"## [{title}](notebooks/{path.name})", "", "::::{container} gallery"]
+        lines += [*figures, "::::", ""]
+    (target / "gallery.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 @functools.cache
@@ -253,6 +296,7 @@ def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
 
 def setup(app: Any) -> None:
     copy_notebooks()
+    gather_pictures()
     app.connect("doctree-resolved", check_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", resolve)
