@@ -120,10 +120,9 @@ def first_words(text: str) -> str:
     return " ".join(words.split()).rstrip(":")
 
 
-def gather_pictures() -> None:
-    """Draw the pictures of the benchmarks, and lay out those that the notebooks store."""
-    target = HERE / "pictures"
-    runpy.run_path(str(HERE / "measured.py"))["draw"](target)
+def gather_pictures(target: Path) -> None:
+    """Write the pictures that the notebooks store, and the Markdown that lays them out."""
+    target.mkdir(exist_ok=True)
     lines = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -296,7 +295,8 @@ def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
 
 def setup(app: Any) -> None:
     copy_notebooks()
-    gather_pictures()
+    gather_pictures(HERE / "pictures")
+    runpy.run_path(str(HERE / "measured.py"))["draw"](HERE / "pictures")
     app.connect("doctree-resolved", check_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", resolve)
