@@ -111,43 +111,38 @@ def copy_notebooks() -> None:
         shutil.copyfile(path, target / path.name)
 
 
-def first_words(text: str) -> str:
-    """The heading of a cell, or its first sentence."""
-    found = re.match(
-        r"#+ (.*)|(.*?[.:])(?=\s|$)", text, re.DOTALL if text[:1] != "#" else 0
-    )
-    words = found[1] or found[2] if found else text
-    return " ".join(words.split()).rstrip(":")
+def first_words(cell: Any) -> str:
+    """The heading of a cell of text, or its first sentence."""
+    text = " ".join("".join(cell["source"]).partition("\n\n")[0].split())
+    if text.startswith("#"):
+        return text.lstrip("# ")
+    return re.split(r"(?<=\.) |:$", text)[0]
 
 
 def gather_pictures(target: Path) -> None:
     """Write the pictures that the notebooks store, and the Markdown that lays them out."""
     target.mkdir(exist_ok=True)
-    lines = []
+    page: list[str] = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        title, count, caption = "", 0, ""
-        figures = []
+        title = first_words(cells[0])
+        page += [f"## [{title}](notebooks/{path.name})", "", "::::{container} gallery"]
+        caption, count = title, 0
         for cell in cells:
             if cell["cell_type"] == "markdown":
-                caption = first_words("".join(cell["source"]))
-                title = title or caption
+                caption = first_words(cell)
             for output in cell.get("outputs", ()):
-                if image := output.get("data", {}).get("image/png"):
-                    count += 1
-                    name = f"{path.stem}-{count}.png"
-                    (target / name).write_bytes(base64.b64decode(image))
-                    figures += [
-                        f":::{{figure}} pictures/{name}",
-                        f":alt: {caption}",
-                        "",
-                        caption,
-                        ":::",
-                        "",
-                    ]
-        lines += [f"## [{title}](notebooks/{path.name})", "", "::::{container} gallery"]
-        lines += [*figures, "::::", ""]
-    (target / "gallery.txt").write_text("\n".join(lines), encoding="utf-8")
+                image = output.get("data", {}).get("image/png")
+                if not image:
+                    continue
+                count += 1
+                name = f"{path.stem}-{count}.png"
+                (target / name).write_bytes(base64.b64decode(image))
+                alt = caption.replace("`", "")
+                page += [f":::{{figure}} pictures/{name}", f":alt: {alt}"]
+                page += ["", caption, ":::", ""]
+        page += ["::::", ""]
+    (target / "gallery.txt").write_text("\n".join(page), encoding="utf-8")
 
 
 @functools.cache

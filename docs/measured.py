@@ -121,7 +121,7 @@ def bars(
     for name, value in values.items():
         axes.annotate(
             form.format(value),
-            (value, name),  # pyrefly: ignore[bad-argument-type]
+            (value, name),
             (4, 0),
             textcoords="offset points",
             va="center",
