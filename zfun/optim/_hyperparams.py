@@ -283,13 +283,25 @@ def _reading(
         grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
     ) -> tuple[Tree, State]:
         step: Any = at(state).apply
-        options: dict[str, Any] = {} if scale is None else {"scale": scale}
+        options: dict[str, Any] = {}
+        if scale is not None:
+            check_kind(step, ScalingApply)
+            options["scale"] = scale
         new, after = step(grads, state.inner, params, donate=donate, **options)
         return new, state._replace(inner=after)
 
     def factor(grads: Tree, state: State) -> Tensor | float:
         inner: Any = at(state).update
+        check_kind(inner, FactorUpdate)
         return inner.factor(grads, state.inner)
+
+    def check_kind(found: Any, kind: type) -> None:
+        if not isinstance(found, kind):
+            raise OptionError(
+                "a maker returns optimizers of one kind, for all values, where a chain joins clip "
+                f"and step; got a {getattr(found, '__qualname__', type(found).__name__)} after a "
+                f"{kind.__name__}; choose between optimizers outside of inject_hyperparams()"
+            )
 
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
         ready = prepared(at(state), grads, state.inner, params)
