@@ -952,11 +952,6 @@ case(
 )
 case("planner.formulae.sizes_of", lambda g: {"model": params()})
 case("planner.formulae.transformer_params", lambda g: {"num_layers": 2, "hidden": 64})
-case(
-    "planner.formulae.transformer_flops",
-    lambda g: {"num_params": 1e9, "batch": 1, "seq": 8},
-    num_params=FROM_0,
-)
 case("planner.formulae.intensity", lambda g: {"part": "optimizer"})
 case(
     "planner.formulae.efficiency",

@@ -31,7 +31,7 @@ from zfun.files import Files
 from zfun.flat import Flat
 from zfun.objects import files_of
 from zfun.options import PATH, SECONDS, Kind, instance, integer, one_of, takes
-from zfun.stores import Stored
+from zfun.stores import stored
 
 _CHUNK = Kind(
     lambda x: integer(4096, 1 << 26).accepts(x) and x % 4096 == 0,
@@ -177,12 +177,11 @@ def _contents_of(
 
 def _described(part: Part) -> dict[str, Any]:
     flat = part.value
-    stores = {repr(x.store) for x in flat.buffers if isinstance(x, Stored)}
     return {
         "path": part.path,
         "placement": repr(flat.placement),
         "ranks": flat.group.size,
         "buckets": [bucket.padded_numel for bucket in flat.layout.buckets],
         "dtypes": sorted({dtype_name(x.dtype) for x in flat.buffers}),
-        "stores": sorted(stores),
+        "stores": sorted({repr(x.store) for x in stored(flat)}),
     }

@@ -58,7 +58,6 @@ from zfun.collectives._group import (
 from zfun.collectives._group import board_of as board_of
 from zfun.collectives._mesh import Mesh, NamedMesh
 from zfun.collectives._ops import CALL as CALL
-from zfun.collectives._ops import STREAM as STREAM
 from zfun.collectives._ops import (
     AllGather,
     AllReduce,

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from zfun.collectives._group import Group
-from zfun.collectives._ops import RANKS, STREAM, AllReduce, Broadcast, Permute, Stream
+from zfun.collectives._ops import RANKS, AllReduce, Broadcast, Permute
 from zfun.collectives._rows import alike, exchanged, gathered, scattered
 from zfun.collectives._work import Work
 from zfun.options import Kind, integer, takes
@@ -106,10 +106,8 @@ def replicated(x: Tensor, group: Group, *, name: str = "") -> Tensor:
     return _Replicated.apply(x, group, name)  # type: ignore[no-any-return]
 
 
-@takes(x=LEAVES, stream=STREAM)
-def all_reduce(
-    x: _T, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
-) -> _T:
+@takes(x=LEAVES)
+def all_reduce(x: _T, group: Group, *, name: str = "", part: str = "") -> _T:
     """``P -> R``: every rank receives the sum. The transpose is the same sum.
 
     ::
@@ -122,7 +120,6 @@ def all_reduce(
         group: the ranks.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
-        stream: the queue of the collective.
 
     Returns:
         The sum over the ranks, in rank order; the shape of ``x``.
@@ -139,27 +136,17 @@ def all_reduce(
         >>> simulate(2, lambda group: all_reduce(found, group))[0]
         {'loss': tensor(1.), 'hits': tensor(6)}
     """
-    return alike(x, AllReduce()).run(group, name, part, stream)
+    return alike(x, AllReduce()).run(group, name, part)
 
 
-@takes(x=LEAVES, stream=STREAM)
-def start_all_reduce(
-    x: Any, group: Group, *, name: str = "", part: str = "", stream: Stream = Stream.CONTROL
-) -> Work:
+@takes(x=LEAVES)
+def start_all_reduce(x: Any, group: Group, *, name: str = "", part: str = "") -> Work:
     """Start an :func:`all_reduce`; ``wait()`` returns the differentiable result."""
-    return alike(x, AllReduce()).start(group, name, part, stream)
+    return alike(x, AllReduce()).start(group, name, part)
 
 
-@takes(x=LEAVES, dim=integer(), stream=STREAM)
-def all_gather(
-    x: _T,
-    group: Group,
-    dim: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> _T:
+@takes(x=LEAVES, dim=integer())
+def all_gather(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "") -> _T:
     """``S -> R``: every rank receives the shards of all, one after the other along ``dim``.
 
     The transpose is a reduce-scatter.
@@ -175,7 +162,6 @@ def all_gather(
         dim: the dimension that grows ``size`` times.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
-        stream: the queue of the collective.
 
     Returns:
         The shards of all ranks, joined.
@@ -185,33 +171,17 @@ def all_gather(
         >>> simulate(2, lambda group: all_gather(torch.tensor([group.rank]), group).tolist())
         [[0, 1], [0, 1]]
     """
-    return gathered(x, group, dim).run(group, name, part, stream)
+    return gathered(x, group, dim).run(group, name, part)
 
 
-@takes(x=LEAVES, dim=integer(), stream=STREAM)
-def start_all_gather(
-    x: Any,
-    group: Group,
-    dim: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> Work:
+@takes(x=LEAVES, dim=integer())
+def start_all_gather(x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = "") -> Work:
     """Start an :func:`all_gather`; ``wait()`` returns the differentiable result."""
-    return gathered(x, group, dim).start(group, name, part, stream)
+    return gathered(x, group, dim).start(group, name, part)
 
 
-@takes(x=LEAVES, dim=integer(), stream=STREAM)
-def reduce_scatter(
-    x: _T,
-    group: Group,
-    dim: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> _T:
+@takes(x=LEAVES, dim=integer())
+def reduce_scatter(x: _T, group: Group, dim: int = 0, *, name: str = "", part: str = "") -> _T:
     """``P -> S``: rank r receives the r-th piece of the sum. The transpose is an all-gather.
 
     ::
@@ -226,7 +196,6 @@ def reduce_scatter(
         dim: the dimension that is cut into ``size`` pieces.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
-        stream: the queue of the collective.
 
     Returns:
         This rank's piece of the sum.
@@ -239,33 +208,19 @@ def reduce_scatter(
         >>> simulate(2, lambda group: reduce_scatter(torch.tensor([1, 2]), group).tolist())
         [[2], [4]]
     """
-    return scattered(x, group, dim).run(group, name, part, stream)
+    return scattered(x, group, dim).run(group, name, part)
 
 
-@takes(x=LEAVES, dim=integer(), stream=STREAM)
+@takes(x=LEAVES, dim=integer())
 def start_reduce_scatter(
-    x: Any,
-    group: Group,
-    dim: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
+    x: Any, group: Group, dim: int = 0, *, name: str = "", part: str = ""
 ) -> Work:
     """Start a :func:`reduce_scatter`; ``wait()`` returns the differentiable result."""
-    return scattered(x, group, dim).start(group, name, part, stream)
+    return scattered(x, group, dim).start(group, name, part)
 
 
-@takes(x=LEAVES, root=integer(0), stream=STREAM)
-def broadcast(
-    x: _T,
-    group: Group,
-    root: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> _T:
+@takes(x=LEAVES, root=integer(0))
+def broadcast(x: _T, group: Group, root: int = 0, *, name: str = "", part: str = "") -> _T:
     """Every rank receives the tensor of ``root``.
 
     The transpose sums on ``root`` and gives zeros to the others.
@@ -282,7 +237,6 @@ def broadcast(
         root: the rank that sends.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
-        stream: the queue of the collective.
 
     Returns:
         The tensor of ``root``.
@@ -292,32 +246,18 @@ def broadcast(
         >>> simulate(3, lambda group: broadcast(torch.tensor(group.rank), group, root=2).item())
         [2, 2, 2]
     """
-    return alike(x, Broadcast(root)).run(group, name, part, stream)
+    return alike(x, Broadcast(root)).run(group, name, part)
 
 
-@takes(x=LEAVES, root=integer(0), stream=STREAM)
-def start_broadcast(
-    x: Any,
-    group: Group,
-    root: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> Work:
+@takes(x=LEAVES, root=integer(0))
+def start_broadcast(x: Any, group: Group, root: int = 0, *, name: str = "", part: str = "") -> Work:
     """Start a :func:`broadcast`; ``wait()`` returns the differentiable result."""
-    return alike(x, Broadcast(root)).start(group, name, part, stream)
+    return alike(x, Broadcast(root)).start(group, name, part)
 
 
-@takes(x=LEAVES, destinations=RANKS, stream=STREAM)
+@takes(x=LEAVES, destinations=RANKS)
 def permute(
-    x: _T,
-    group: Group,
-    destinations: Sequence[int],
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
+    x: _T, group: Group, destinations: Sequence[int], *, name: str = "", part: str = ""
 ) -> _T:
     """Rank ``destinations[r]`` receives the tensor of rank r.
 
@@ -334,7 +274,6 @@ def permute(
         destinations: for each rank the rank that receives its tensor; each rank once.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
-        stream: the queue of the collective.
 
     Returns:
         The tensor of the rank that sends to this one.
@@ -347,33 +286,20 @@ def permute(
         >>> simulate(3, lambda group: permute(torch.tensor(group.rank), group, (1, 2, 0)).item())
         [2, 0, 1]
     """
-    return alike(x, Permute(tuple(destinations))).run(group, name, part, stream)
+    return alike(x, Permute(tuple(destinations))).run(group, name, part)
 
 
-@takes(x=LEAVES, destinations=RANKS, stream=STREAM)
+@takes(x=LEAVES, destinations=RANKS)
 def start_permute(
-    x: Any,
-    group: Group,
-    destinations: Sequence[int],
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
+    x: Any, group: Group, destinations: Sequence[int], *, name: str = "", part: str = ""
 ) -> Work:
     """Start a :func:`permute`; ``wait()`` returns the differentiable result."""
-    return alike(x, Permute(tuple(destinations))).start(group, name, part, stream)
+    return alike(x, Permute(tuple(destinations))).start(group, name, part)
 
 
-@takes(x=LEAVES, split_dim=integer(), concat_dim=integer(), stream=STREAM)
+@takes(x=LEAVES, split_dim=integer(), concat_dim=integer())
 def all_to_all(
-    x: _T,
-    group: Group,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
+    x: _T, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = ""
 ) -> _T:
     """Cut along ``split_dim``, send piece j to rank j, join the pieces along ``concat_dim``.
 
@@ -392,7 +318,6 @@ def all_to_all(
         concat_dim: the dimension along which the received pieces are joined, in rank order.
         name: a name for messages and logs.
         part: the part of a value, such as a bucket.
-        stream: the queue of the collective.
 
     Returns:
         The joined pieces.
@@ -406,19 +331,12 @@ def all_to_all(
         >>> simulate(2, lambda group: all_to_all(rows + 2 * group.rank, group).tolist())
         [[1, 3], [2, 4]]
     """
-    return exchanged(x, group, split_dim, concat_dim).run(group, name, part, stream)
+    return exchanged(x, group, split_dim, concat_dim).run(group, name, part)
 
 
-@takes(x=LEAVES, split_dim=integer(), concat_dim=integer(), stream=STREAM)
+@takes(x=LEAVES, split_dim=integer(), concat_dim=integer())
 def start_all_to_all(
-    x: Any,
-    group: Group,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
+    x: Any, group: Group, split_dim: int = 0, concat_dim: int = 0, *, name: str = "", part: str = ""
 ) -> Work:
     """Start an :func:`all_to_all`; ``wait()`` returns the differentiable result."""
-    return exchanged(x, group, split_dim, concat_dim).start(group, name, part, stream)
+    return exchanged(x, group, split_dim, concat_dim).start(group, name, part)

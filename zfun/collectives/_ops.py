@@ -244,10 +244,10 @@ Op: TypeAlias = (
 )
 
 
-STREAM = instance(Stream, "a Stream", "Stream.CONTROL")
-
-
-@takes(op=instance(_Map, "an operation", "AllReduce()"), stream=STREAM)
+@takes(
+    op=instance(_Map, "an operation", "AllReduce()"),
+    stream=instance(Stream, "a Stream", "Stream.CONTROL"),
+)
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective, as data.

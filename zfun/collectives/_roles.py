@@ -175,16 +175,13 @@ def check_shardable(group: Group, what: str) -> None:
 
 
 @takes(call=CALL)
-def start_reduce_scatter_over(
-    group: Group, call: Collective, x: Tensor, out: Tensor | None = None
-) -> Work:
+def start_reduce_scatter_over(group: Group, call: Collective, x: Tensor) -> Work:
     """``P -> S``: start a sum over the mesh of a group, sharded over the group.
 
     Args:
         group: a group, a mesh, or axes of one.
         call: a reduce-scatter.
         x: 1-D; the size of ``group`` divides its length.
-        out: 1-D; where the piece may go.
 
     Returns:
         The pending piece of this rank.
@@ -210,7 +207,7 @@ def start_reduce_scatter_over(
             "collective to group.start()"
         )
     group = data_axes(group)
-    return group.start_sum(call, x) if isinstance(group, Hybrid) else group.start(call, x, out)
+    return group.start_sum(call, x) if isinstance(group, Hybrid) else group.start(call, x)
 
 
 def start_reduce_to(group: Group, call: Collective, x: Tensor, rank: int) -> Work:

@@ -34,7 +34,6 @@ from zfun.collectives._ops import (
     Collective,
     Op,
     ReduceScatter,
-    Stream,
     UnequalAllToAll,
 )
 from zfun.collectives._work import Work
@@ -78,7 +77,7 @@ class _RowsCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         call: Collective = ctx.call
-        dual = Collective(call.op.dual, call.name, call.part, call.stream)
+        dual = Collective(call.op.dual, call.name, call.part)
         return _apply(grad, ctx.group, dual, None), None, None, None
 
     @staticmethod
@@ -183,9 +182,9 @@ def exchange_rows(
 class Runs(Protocol):
     """A collective with everything but the group."""
 
-    def run(self, group: Group, name: str, part: str, stream: Stream) -> Any: ...
+    def run(self, group: Group, name: str, part: str) -> Any: ...
 
-    def start(self, group: Group, name: str, part: str, stream: Stream) -> Work: ...
+    def start(self, group: Group, name: str, part: str) -> Work: ...
 
 
 class _RowsPlan(NamedTuple):
@@ -195,16 +194,16 @@ class _RowsPlan(NamedTuple):
     op: Op
     restore: Callable[[Tensor], Tensor]
 
-    def run(self, group: Group, name: str, part: str, stream: Stream) -> Tensor:
-        return self.restore(_apply(self.rows, group, Collective(self.op, name, part, stream), None))
+    def run(self, group: Group, name: str, part: str) -> Tensor:
+        return self.restore(_apply(self.rows, group, Collective(self.op, name, part), None))
 
-    def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
+    def start(self, group: Group, name: str, part: str) -> Work:
         """Start the collective.
 
         The output is part of the graph at once, and holds values after the wait.
         """
         started = _UnderWay()
-        out = _apply(self.rows, group, Collective(self.op, name, part, stream), started)
+        out = _apply(self.rows, group, Collective(self.op, name, part), started)
 
         def finish() -> Tensor:
             assert started.pending is not None
@@ -223,17 +222,17 @@ class _Bundle(NamedTuple):
     labels: list[str]
     restore: Callable[[list[Tensor]], Any]
 
-    def run(self, group: Group, name: str, part: str, stream: Stream) -> Any:
+    def run(self, group: Group, name: str, part: str) -> Any:
         return self.restore(
             [
-                plan.run(group, name, part or label, stream)
+                plan.run(group, name, part or label)
                 for plan, label in zip(self.plans, self.labels, strict=True)
             ]
         )
 
-    def start(self, group: Group, name: str, part: str, stream: Stream) -> Work:
+    def start(self, group: Group, name: str, part: str) -> Work:
         under_way = [
-            plan.start(group, name, part or label, stream)
+            plan.start(group, name, part or label)
             for plan, label in zip(self.plans, self.labels, strict=True)
         ]
         return Work(lambda: self.restore([pending.wait() for pending in under_way]))

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from zfun import collectives
 from zfun.collectives import (
-    STREAM,
     AllGather,
     AllReduce,
     Collective,
     Group,
     Op,
     ReduceScatter,
-    Stream,
 )
 from zfun.compression._codecs import CODEC, Codec
 from zfun.compression._collectives import start
@@ -61,19 +59,11 @@ _EXACT = {
 
 
 def _exact(x: Tensor, group: Group, call: Collective, op: Op) -> Tensor:
-    return _EXACT[op.kind](x, group, name=call.name, part=call.part, stream=call.stream)
+    return _EXACT[op.kind](x, group, name=call.name, part=call.part)
 
 
-@takes(codec=CODEC, stream=STREAM)
-def all_gather(
-    x: Tensor,
-    group: Group,
-    codec: Codec,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> Tensor:
+@takes(codec=CODEC)
+def all_gather(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "") -> Tensor:
     """``S -> R``: gather shards in few bits.
 
     The derivative is the derivative of the exact all-gather: a reduce-scatter.
@@ -84,7 +74,6 @@ def all_gather(
         codec: how ``x`` is written.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        stream: the order of collectives.
 
     Returns:
         ``[size * n]``, the same bits on every rank.
@@ -100,18 +89,12 @@ def all_gather(
         >>> zf.simulate(2, main)[1]
         tensor([  1., 127.,   2., 254.])
     """
-    return _run(x, group, codec, Collective(AllGather(), name, part, stream))
+    return _run(x, group, codec, Collective(AllGather(), name, part))
 
 
-@takes(codec=CODEC, stream=STREAM)
+@takes(codec=CODEC)
 def reduce_scatter(
-    x: Tensor,
-    group: Group,
-    codec: Codec,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
+    x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = ""
 ) -> Tensor:
     """``P -> S``: sum over the ranks in few bits; each rank receives its piece.
 
@@ -123,7 +106,6 @@ def reduce_scatter(
         codec: how ``x`` is written.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        stream: the order of collectives.
 
     Returns:
         ``[n / size]``.
@@ -139,19 +121,11 @@ def reduce_scatter(
         >>> zf.simulate(2, main)
         [tensor([  3., 381.]), tensor([  6., 762.])]
     """
-    return _run(x, group, codec, Collective(ReduceScatter(), name, part, stream))
+    return _run(x, group, codec, Collective(ReduceScatter(), name, part))
 
 
-@takes(codec=CODEC, stream=STREAM)
-def all_reduce(
-    x: Tensor,
-    group: Group,
-    codec: Codec,
-    *,
-    name: str = "",
-    part: str = "",
-    stream: Stream = Stream.CONTROL,
-) -> Tensor:
+@takes(codec=CODEC)
+def all_reduce(x: Tensor, group: Group, codec: Codec, *, name: str = "", part: str = "") -> Tensor:
     """``P -> R``: sum over the ranks in few bits; every rank receives the sum.
 
     The derivative is the derivative of the exact all-reduce.
@@ -162,7 +136,6 @@ def all_reduce(
         codec: how the terms and the sums are written.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        stream: the order of collectives.
 
     Returns:
         ``[n]``, the same bits on every rank.
@@ -178,7 +151,7 @@ def all_reduce(
         >>> zf.simulate(2, main)[0]
         tensor([  3., 381.])
     """
-    return _run(x, group, codec, Collective(AllReduce(), name, part, stream))
+    return _run(x, group, codec, Collective(AllReduce(), name, part))
 
 
 def _run(x: Tensor, group: Group, codec: Codec, call: Collective) -> Tensor:

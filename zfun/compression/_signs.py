@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from zfun import ops
-from zfun.collectives import STREAM, AllGather, AllToAll, Collective, Group, Stream, Work
+from zfun.collectives import AllGather, AllToAll, Collective, Group, Stream, Work
 from zfun.errors import OptionError
 from zfun.options import takes
 
 
-@takes(stream=STREAM)
+@takes()
 def compressed_all_reduce(
     x: Tensor,
     worker_error: Tensor | None,
@@ -30,7 +30,6 @@ def compressed_all_reduce(
     *,
     name: str = "",
     part: str = "",
-    stream: Stream = Stream.CONTROL,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``P -> R``: average over the ranks in one bit per number, with error feedback.
 
@@ -54,7 +53,6 @@ def compressed_all_reduce(
         group: the ranks.
         name: the name of ``x`` in messages and logs.
         part: the part of ``x``, for the same use.
-        stream: the queue of the collectives.
 
     Returns:
         The mean ``[n]``, with the same bits on every rank, and the two errors for the next call. If
@@ -103,8 +101,8 @@ def compressed_all_reduce(
     server = x.new_zeros(num_mine, dtype=dtype) if server_error is None else server_error.clone()
     if group.size == 1:
         return worker.add_(server).to(x.dtype), torch.zeros_like(worker), torch.zeros_like(server)
-    received = send_signs([worker], group, name, part, stream).wait()
-    packed = answer_signs(received, [server], [numel], group, name, part, stream).wait()
+    received = send_signs([worker], group, name, part, Stream.CONTROL).wait()
+    packed = answer_signs(received, [server], [numel], group, name, part, Stream.CONTROL).wait()
     (mean,) = read_signs(packed, [numel], group.size, dtype)
     return mean.to(x.dtype), worker, server
 

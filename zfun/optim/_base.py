@@ -315,6 +315,30 @@ def prepared(
     return itself(ready)
 
 
+def around(
+    inner: Optimizer, again: Callable[[Optimizer], Optimizer], fields: tuple[str, ...]
+) -> Optimizer:
+    """Return ``inner`` for a state that holds its own as ``inner``, without the three functions.
+
+    Args:
+        inner: the optimizer that takes the steps.
+        again: makes the outer optimizer of one that ``inner`` has prepared for a step.
+        fields: of the outer state.
+    """
+
+    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
+        check_fields(state, *fields)
+        ready = prepared(inner, grads, state.inner, params)
+        return None if ready is None else again(ready)
+
+    partial = inner.partial
+    return inner._replace(
+        partial=None if partial is None else lambda state: partial(state.inner),
+        prepare=prepare,
+        parts=(inner,),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareInner:
     """Prepares the optimizer inside of a transform, for values that are placed and in memory."""

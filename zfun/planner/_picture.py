@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
+
+from zfun import drawing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,33 +17,22 @@ if TYPE_CHECKING:
 
     from zfun.planner._spans import Bars, Span
 
-# Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 _COLOURS = {
-    "gather": "#0072B2",
-    "compute": "#009E73",
-    "reduce": "#E69F00",
-    "optimizer": "#CC79A7",
-    "read": "#56B4E9",
-    "write": "#D55E00",
+    "gather": drawing.BLUE,
+    "compute": drawing.GREEN,
+    "reduce": drawing.ORANGE,
+    "optimizer": drawing.PINK,
+    "read": drawing.SKY,
+    "write": drawing.RED,
 }
 _LANES = ("read", "gather", "compute", "reduce", "write")
-_INK, _LIGHT = "#222222", 0.45
+_LIGHT = 0.45
 _HIGH = 0.64  # of a bar, in rows
 _WIDTH = 11.0  # inches; of the bars 9.6
 _POINTS = 9.6 * 72
-_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
-class Picture(Figure):
-    """A figure that a notebook and a page show without pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=120)
-        return buffer.getvalue()
-
-
-def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture:
+def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> drawing.Drawing:
     """Draw the bars of a timeline, and below the bytes that are gathered, if there are any.
 
     Args:
@@ -59,17 +48,15 @@ def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture
     ]
     is_live = any(nbytes for _, nbytes in timeline.live)
     heights = [0.46 * max(len(shown), 1) + 0.1, *([1.1] if is_live else [])]
-    figure = Picture(figsize=(_WIDTH, sum(heights) + 1.35), layout="constrained")
+    figure = drawing.blank(_WIDTH, sum(heights) + 1.35, title)
     axes = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
     ).ravel()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
     _draw_bars(axes[0], timeline, rows, shown)
     if is_live:
         _draw_live(axes[1], timeline)
     for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(colors=_INK)
+        drawing.frame(panel)
         panel.set_xlim(0, timeline.duration or 1.0)
     if timeline.unit == "s":
         axes[-1].xaxis.set_major_formatter(EngFormatter(unit="s"))
@@ -83,15 +70,7 @@ def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> Picture
             f"{'the step' if is_update else 'forward'} takes 1 for each "
             f"{'stage' if is_pipeline else 'element of a bucket'}"
         )
-    figure.legend(
-        handles=_legend(timeline.spans),
-        loc="outside lower left",
-        ncols=6,
-        frameon=False,
-        fontsize=9,
-        handlelength=1.1,
-        handleheight=1.1,
-    )
+    drawing.put_legend(figure, _legend(timeline.spans))
     return figure
 
 
@@ -117,16 +96,8 @@ def _draw_bars(
     written: dict[int, float] = {}  # the end of the last number above each row
     for span, row in zip(timeline.spans, rows, strict=True):
         kind, width, height = _kind(span), span.end - span.start, shown.index(row)
-        axes.barh(
-            height,
-            width,
-            _HIGH,
-            span.start,
-            color=_COLOURS[kind],
-            alpha=_LIGHT if _is_light(span) else 1.0,
-            edgecolor="white",
-            linewidth=0.6,
-        )
+        alpha = _LIGHT if _is_light(span) else 1.0
+        drawing.draw_bar(axes, height, (span.start, width), _COLOURS[kind], high=_HIGH, alpha=alpha)
         _write(axes, span, height, _POINTS / (timeline.duration or 1.0), written)
     lanes = {lane: [i for i, (name, _) in enumerate(shown) if name == lane] for lane, _ in shown}
     ticks = {lane: sum(places) / len(places) for lane, places in lanes.items() if places}
@@ -155,14 +126,14 @@ def _write(axes: Axes, span: Span, height: int, scale: float, written: dict[int,
         ha="center",
         va="center" if is_inside else "bottom",
         rotation=90 if is_inside and width < 5.5 * len(text) + 1 else 0,
-        color="white" if is_inside and is_dark else _INK,
+        color="white" if is_inside and is_dark else drawing.BLACK,
         fontsize=8 if is_inside else 6.5,
     )
 
 
 def _draw_live(axes: Axes, timeline: Bars) -> None:
     peak = max(nbytes for _, nbytes in timeline.live)
-    size, unit = next((size, unit) for size, unit in _SIZES if peak >= size)
+    size, unit = drawing.unit_of(peak)
     # A release and a gather at one moment are one change.
     changes = dict(timeline.live)
     times, held = list(changes), [n / size for n in changes.values()]
@@ -174,7 +145,7 @@ def _draw_live(axes: Axes, timeline: Bars) -> None:
         alpha=0.35,
         linewidth=0,
     )
-    axes.set_ylabel(f"gathered,\n{unit}", color=_INK)
+    axes.set_ylabel(f"gathered,\n{unit}", color=drawing.BLACK)
     top = peak / size
     axes.set_ylim(0, 1.3 * top)
     axes.axhline(top, color=_COLOURS["gather"], linewidth=0.8, linestyle=":")
@@ -188,7 +159,7 @@ def _draw_live(axes: Axes, timeline: Bars) -> None:
         ha="right",
         va="bottom",
         fontsize=8.5,
-        color=_INK,
+        color=drawing.BLACK,
     )
 
 

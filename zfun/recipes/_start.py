@@ -133,7 +133,7 @@ def first_values(
     """
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.
-    compared_as = policy.param if policy.master is None else None
+    values = "values" if policy.master is None else "unrounded"
     placement_rule = recipe.placement
     if local is not None and not (placement_rule is None or isinstance(placement_rule, Sharded)):
         placement_rule = local.asks(placement_rule)
@@ -145,9 +145,8 @@ def first_values(
             bucket_bytes=recipe.bucket_bytes,
             persistence=recipe.schedule.persistence if stage == 3 else 0,
             order=recipe.order,
-            values=init == "check",
             dtype=policy.param,
-            compared_as=compared_as,
+            compare=values if init == "check" else "forms",
             placement=placement_rule,
         )
         layout = layout if local is None else local.placed(layout)
@@ -174,7 +173,8 @@ def first_values(
         offload.optimizer,
         offload.fraction,
     )
-    leaves = Leaves(params, group, init, compared_as=compared_as)
+    rounded = policy.param if policy.master is None else None
+    leaves = Leaves(params, group, init, compared_as=rounded)
     built = [
         _built(leaves, layout, placement, group, offload.params, states if index == 0 else None)
         for index, layout in enumerate(layouts)

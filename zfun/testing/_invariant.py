@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -120,18 +121,14 @@ def assert_invariant(
         {'w': tensor([1.5000], dtype=torch.float64)}
     """
     layout_of(tree.partition(params, _is_trained(None))[0])  # names a leaf that is no tensor
-    exact = _problem(
-        loss_fn, params, batch, optimizer, transform, trainable, num_steps, split, torch.float64
+    batches = [batch(step) if callable(batch) else batch for step in range(num_steps)]
+    problem_in = functools.partial(
+        _problem, loss_fn, params, batches, optimizer, transform, trainable, split
     )
+    exact = problem_in(torch.float64)
     plain = plain_loop(exact)
     _check_plain(exact, plain, plain_loop(exact, beside=True), unmoved)
-    problem = (
-        exact
-        if dtype == torch.float64
-        else _problem(
-            loss_fn, params, batch, optimizer, transform, trainable, num_steps, split, dtype
-        )
-    )
+    problem = exact if dtype == torch.float64 else problem_in(dtype)
     if tolerance is None:
         tolerance = _tolerance(problem)
     if mesh is None:
@@ -172,11 +169,10 @@ def _is_trained(
 def _problem(
     loss_fn: Loss,
     params: tree.Tree,
-    batch: Any,
+    batches: Sequence[Any],
     optimizer: Any,
     transform: Callable[[Gradient], Gradient] | None,
     trainable: Callable[[str, Any], bool] | None,
-    num_steps: int,
     split: Callable[[Any, int], Sequence[Any]] | None,
     dtype: torch.dtype | None,
 ) -> PlainProblem:
@@ -185,7 +181,6 @@ def _problem(
 
     trained, rest = tree.partition(mapped(cast, params), _is_trained(trainable))
     frozen = (rest,) if tree.leaves(rest) else ()
-    batches = [batch(step) if callable(batch) else batch for step in range(num_steps)]
     if dtype is not None:
         batches = [cast_floats(one, dtype) for one in batches]
     loss = (lambda params, batch: loss_fn(tree.combine(params, *frozen), batch)) if frozen else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import stores, transforms, tree
 from zfun.collectives import Group
 from zfun.flat import Flat, unravel
 from zfun.layout import DEFAULT_BUCKET_BYTES, LabelFn
@@ -17,26 +17,6 @@ from zfun.options import FUNCTION, takes
 from zfun.placement import R
 from zfun.stores import HostStore
 from zfun.testing._compositions import BATCHES, COMPOSITION, Composition
-from zfun.transforms import (
-    WeightedMean,
-    accumulate,
-    apply,
-    data_parallel,
-    offload_grads,
-    offload_loss,
-    offload_optimizer,
-    offload_params,
-    redistribute,
-    remat,
-    replicate,
-    replicate_grads,
-    shard,
-    shard_grads,
-    shard_optimizer,
-    shard_params,
-    unshard,
-    value_and_grad,
-)
 from zfun.typing import Gradient, Loss
 
 
@@ -98,11 +78,11 @@ def compose(
         value: Any = _placed(composition, group, params, bucket_bytes, rule.labels)
         state = rule.init(value)
         if "offload" in composition.loss:
-            value = offload_params(value, kept["params"])
+            value = transforms.offload_params(value, kept["params"])
         return value, state
 
     def update(grads: Any, state: Any, value: Any) -> tuple[Any, Any]:
-        return apply(rule, grads, state, value, donate=composition.donate)
+        return transforms.apply(rule, grads, state, value, donate=composition.donate)
 
     return Program(init, gradient, update, kept)
 
@@ -167,12 +147,12 @@ def train(
 def scalar_of(value: Any) -> Tensor:
     """Return the loss alone, as a tensor, of any value that a loss function may return."""
     loss = value[0] if type(value) is tuple else value
-    return loss.mean if isinstance(loss, WeightedMean) else loss
+    return loss.mean if isinstance(loss, transforms.WeightedMean) else loss
 
 
 def whole_params(value: Any) -> tree.Tree:
     """Return the whole tree of parameters in any placement."""
-    return unshard(value) if isinstance(value, Flat) else value
+    return transforms.unshard(value) if isinstance(value, Flat) else value
 
 
 def whole_grads(grads: Any) -> tree.Tree:
@@ -180,7 +160,7 @@ def whole_grads(grads: Any) -> tree.Tree:
     if not isinstance(grads, Flat):
         return grads
     # The name of the sum in the update, so that a group treats both alike.
-    return unravel(redistribute(stores.resident(grads), R, grads.group, name="grads"))
+    return unravel(transforms.redistribute(stores.resident(grads), R, grads.group, name="grads"))
 
 
 def _placed(
@@ -192,7 +172,7 @@ def _placed(
 ) -> Any:
     if not (composition.flat or composition.loss):
         return params
-    return (shard if "shard_params" in composition.loss else replicate)(
+    return (transforms.shard if "shard_params" in composition.loss else transforms.replicate)(
         params, group, bucket_bytes=bucket_bytes, labels=labels
     )
 
@@ -200,10 +180,14 @@ def _placed(
 def _loss(composition: Composition, group: Group, loss: Loss, store: HostStore) -> Loss:
     if composition.remat:
         # Hide remat() inside a function, because remat() around a whole loss warns.
-        again = remat(loss)
+        again = transforms.remat(loss)
         loss = lambda params, batch: again(params, batch)  # noqa: PLW0108
     for name in composition.loss:
-        loss = shard_params(loss, group) if name == "shard_params" else offload_loss(loss, store)
+        loss = (
+            transforms.shard_params(loss, group)
+            if name == "shard_params"
+            else transforms.offload_loss(loss, store)
+        )
     return loss
 
 
@@ -216,15 +200,17 @@ def _gradient(
     bucket_bytes: int,
 ) -> Gradient:
     steps: dict[str, Callable[[Gradient], Gradient]] = {
-        "shard_grads": lambda vg: shard_grads(vg, group),
-        "replicate_grads": lambda vg: replicate_grads(vg, group),
-        "offload": lambda vg: offload_grads(vg, store),
-        "accumulate": lambda vg: accumulate(vg, num_micro_batches),
+        "shard_grads": lambda vg: transforms.shard_grads(vg, group),
+        "replicate_grads": lambda vg: transforms.replicate_grads(vg, group),
+        "offload": lambda vg: transforms.offload_grads(vg, store),
+        "accumulate": lambda vg: transforms.accumulate(vg, num_micro_batches),
     }
     names = list(composition.grads)
     if num_micro_batches > 1 and "accumulate" not in names:
         names.append("accumulate")
-    vg: Gradient = data_parallel(value_and_grad(loss), group, bucket_bytes=bucket_bytes)
+    vg: Gradient = transforms.data_parallel(
+        transforms.value_and_grad(loss), group, bucket_bytes=bucket_bytes
+    )
     for name in names:
         vg = steps[name](vg)
     return vg
@@ -236,8 +222,8 @@ def _rule(
     rule = as_optimizer(optimizer)
     for name in composition.optimizer:
         rule = (
-            shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
+            transforms.shard_optimizer(rule, group, bucket_bytes=bucket_bytes)
             if name == "shard_optimizer"
-            else offload_optimizer(rule, store)
+            else transforms.offload_optimizer(rule, store)
         )
     return rule

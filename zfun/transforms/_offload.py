@@ -276,9 +276,7 @@ def offload_optimizer(optimizer: Any, store: Store, *, fraction: float = 1.0) ->
             return inner.apply(_beside(grads, params), state, params, donate=donate)
         held = _get(store, state)
         # A step whose state the store cannot keep leaves the values in memory as they were.
-        copy = donate and any(
-            isinstance(x, stores.Stored) and x.can_fail for x in tree.leaves(state)
-        )
+        copy = donate and any(x.can_fail for x in stores.stored(state))
         if copy and fraction < 1:
             held = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, held)
         new, new_state = inner.apply(

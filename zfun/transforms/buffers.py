@@ -60,8 +60,8 @@ def place_buffers(
     own, shared = tree.partition(
         buffers, lambda path, leaf: label(path, spec_of(leaf)) == "by rank"
     )
-    check_agreement(shared, group, values=init == "check")
-    layout = check_agreement(tree.combine(own, shared), group, values=False)
+    check_agreement(shared, group, compare="values" if init == "check" else "forms")
+    layout = check_agreement(tree.combine(own, shared), group, compare="forms")
     if placed is not None:
         layout = placed(layout)
     leaves = Leaves(buffers, group, init, is_own=set(tree.paths(own)).__contains__)

@@ -26,6 +26,7 @@ ORDER = [
     "options",
     "typing",
     "tables",
+    "drawing",
     "policies",
     "ops",
     "tree",

@@ -66,7 +66,7 @@ class HeldModule:
     def averaged(self) -> Iterator[nn.Module]:
         """Give the module the average of its parameters in a context, if the state has one.
 
-        All ranks call. A step, a load and a write wait until the context has ended.
+        All ranks call. A step, a load, a write and ``close()`` wait until the context has ended.
 
         Returns:
             A context whose value is the module.

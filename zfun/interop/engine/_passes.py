@@ -356,7 +356,11 @@ class Passes(HeldModule):
 
         Args:
             average: whether they are those of the average, if the state has one.
+
+        Raises:
+            OptionError: inside of :meth:`averaged`.
         """
+        self._check_writable("close()")
         self._live.check_unwritten()
         before = self._state
         try:
@@ -381,7 +385,11 @@ class Passes(HeldModule):
         Returns:
             At stage 3 the values by name, which the module does not have until the other engine
             takes them; else nothing.
+
+        Raises:
+            OptionError: inside of :meth:`averaged`.
         """
+        self._check_writable("hand_over()")
         self._live.check_unwritten()
         self._begin()
         self._live.release()

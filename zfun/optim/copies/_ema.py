@@ -16,8 +16,8 @@ from zfun.optim._base import (
     State,
     UpdateFn,
     apply_updates,
+    around,
     as_optimizer,
-    prepared,
     remembered,
 )
 from zfun.optim._rows import aligned, check_fields, check_trainable, own, step_count
@@ -108,20 +108,8 @@ def _averaging(decay: float | Schedule, inner: Optimizer) -> Optimizer:
         new, inner_state = inner.apply(grads, state.inner, params, donate=donate)
         return new, after(new, state, inner_state, donate)
 
-    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
-        check_fields(state, *EmaState._fields)
-        ready = prepared(inner, grads, state.inner, params)
-        return None if ready is None else _averaging(decay, ready)
-
-    partial = inner.partial
-    return inner._replace(
-        init=init,
-        update=update,
-        apply=apply,
-        partial=None if partial is None else lambda state: partial(state.inner),
-        prepare=prepare,
-        parts=(inner,),
-    )
+    outer = around(inner, lambda ready: _averaging(decay, ready), EmaState._fields)
+    return outer._replace(init=init, update=update, apply=apply)
 
 
 def averages_of(opt_state: Tree) -> list[EmaState]:

@@ -16,8 +16,8 @@ from zfun.optim._base import (
     State,
     UpdateFn,
     apply_updates,
+    around,
     as_optimizer,
-    prepared,
     remembered,
 )
 from zfun.optim._rows import aligned, check_fields, check_trainable, own
@@ -129,21 +129,8 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
             masters_of(wide, params, dtype), after
         )
 
-    def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
-        check_fields(state, *MasterState._fields)
-        ready = prepared(inner, grads, state.inner, params)
-        return None if ready is None else _with_master(ready, dtype)
-
-    partial = inner.partial
-    return inner._replace(
-        init=init,
-        update=update,
-        apply=apply,
-        partial=None if partial is None else lambda state: partial(state.inner),
-        prepare=prepare,
-        parts=(inner,),
-        wide=dtype,
-    )
+    outer = around(inner, lambda ready: _with_master(ready, dtype), MasterState._fields)
+    return outer._replace(init=init, update=update, apply=apply, wide=dtype)
 
 
 def _is_flat(value: Any) -> bool:

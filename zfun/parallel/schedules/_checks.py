@@ -20,7 +20,7 @@ from zfun.parallel.schedules._actions import (
 )
 
 if TYPE_CHECKING:
-    from zfun.parallel.schedules._drawing import Drawing
+    from zfun.drawing import Drawing
 
 
 @takes(schedule=ACTIONS)

@@ -21,7 +21,6 @@ from zfun.planner.formulae._infinity import (
     infinity_memory,
     intensity,
     required_bandwidth,
-    transformer_flops,
     transformer_params,
 )
 from zfun.planner.formulae._zero import Volume, largest_model, zero_memory, zero_table, zero_volume
@@ -41,7 +40,6 @@ __all__ = [
     "largest_model",
     "required_bandwidth",
     "sizes_of",
-    "transformer_flops",
     "transformer_params",
     "zero_memory",
     "zero_table",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zfun.options import BOOL, integer, number, one_of, takes
+from zfun.options import integer, number, one_of, takes
 
 _COUNT = number(0, example="7.5e9")
 _POSITIVE = number(above=0, example="32e9")
@@ -29,32 +29,6 @@ def transformer_params(num_layers: int, hidden: int) -> int:
     Learning" (2021), section 3.
     """
     return 12 * num_layers * hidden**2
-
-
-@takes(num_params=_COUNT, batch=integer(1), seq=integer(1), recompute=BOOL)
-def transformer_flops(num_params: float, batch: int, seq: int, *, recompute: bool = True) -> float:
-    """Return the floating-point operations of a step.
-
-    Forward takes two operations for each parameter and token, backward twice as many, and
-    recomputation as many as forward. Attention scores are not counted.
-
-    Args:
-        num_params: the number of parameters.
-        batch: sequences.
-        seq: tokens of a sequence.
-        recompute: whether backward computes the activations again.
-
-    Returns:
-        Floating-point operations.
-
-    Example:
-        >>> transformer_flops(1e9, 1, 1024) / 1e12
-        8.192
-
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 4.
-    """
-    return 2.0 * (4 if recompute else 3) * batch * seq * num_params
 
 
 @takes(

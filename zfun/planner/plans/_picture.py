@@ -5,31 +5,28 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from zfun import drawing
 from zfun.planner._parts import Bytes, Instant
-from zfun.planner._picture import Picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 COLOURS = {
-    "params": "#0072B2",
+    "params": drawing.BLUE,
     "masters": "#004A73",
-    "moments": "#009E73",
-    "grads": "#E69F00",
-    "gathered": "#56B4E9",
-    "communication": "#D55E00",
-    "activations": "#CC79A7",
-    "staging": "#F0E442",
-    "work": "#999999",
+    "moments": drawing.GREEN,
+    "grads": drawing.ORANGE,
+    "gathered": drawing.SKY,
+    "communication": drawing.RED,
+    "activations": drawing.PINK,
+    "staging": drawing.YELLOW,
+    "work": drawing.GREY,
 }
-INK = "#222222"
-SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
-def draw(instants: Sequence[Instant], title: str) -> Picture:
+def draw(instants: Sequence[Instant], title: str) -> drawing.Drawing:
     """Draw the bytes by category over the moments of a step, on the device and below on the host.
 
     Args:
@@ -39,22 +36,13 @@ def draw(instants: Sequence[Instant], title: str) -> Picture:
     places = {"on the device": [instant.device for instant in instants]}
     if any(instant.host.total for instant in instants):
         places["in host memory"] = [instant.host for instant in instants]
-    figure = Picture(figsize=(11.0, 1.2 + 2.6 * len(places)), layout="constrained")
+    figure = drawing.blank(11.0, 1.2 + 2.6 * len(places), title)
     axes = figure.subplots(len(places), 1, sharex=True, squeeze=False).ravel()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     for panel, (place, held) in zip(axes, places.items(), strict=True):
         _draw_place(panel, place, held)
-    axes[-1].set_xlabel("moments of a step: each time that a buffer is made", color=INK)
-    shown = {label: handle for panel in axes for handle, label in zip(*_legend(panel), strict=True)}
-    figure.legend(
-        handles=list(shown.values()),
-        labels=list(shown),
-        loc="outside lower left",
-        ncols=6,
-        frameon=False,
-        fontsize=9,
-        handlelength=1.1,
-    )
+    axes[-1].set_xlabel("moments of a step: each time that a buffer is made", color=drawing.BLACK)
+    handles = [handle for panel in axes for handle in panel.get_legend_handles_labels()[0]]
+    drawing.put_legend(figure, list({handle.get_label(): handle for handle in handles}.values()))
     return figure
 
 
@@ -63,7 +51,7 @@ def draw_frontier(
     front: Sequence[tuple[float, float]],
     best: tuple[float, float, str] | None,
     limit: float,
-) -> Picture:
+) -> drawing.Drawing:
     """Draw compositions by the bytes on the device and the seconds of a step.
 
     Args:
@@ -72,10 +60,10 @@ def draw_frontier(
         best: bytes, seconds and name of the plan that was chosen.
         limit: the memory of the device; infinite without a limit.
     """
-    figure = Picture(figsize=(8.0, 4.6), layout="constrained")
+    figure = drawing.blank(8.0, 4.6)
     panel = figure.subplots()
     most = max(num_bytes for num_bytes, _ in points)
-    size, unit = next((size, unit) for size, unit in SIZES if most >= size or size == 1)
+    size, unit = drawing.unit_of(most)
     scaled = [(num_bytes / size, seconds) for num_bytes, seconds in points]
     panel.scatter(*zip(*scaled, strict=True), s=9, color="#BBBBBB", label="composition")
     edge = [(num_bytes / size, seconds) for num_bytes, seconds in front]
@@ -88,32 +76,28 @@ def draw_frontier(
         label="frontier",
     )
     if math.isfinite(limit):
-        panel.axvline(limit / size, color=INK, linestyle=":", linewidth=1, label="the device")
+        panel.axvline(
+            limit / size, color=drawing.BLACK, linestyle=":", linewidth=1, label="the device"
+        )
     if best is not None:
         num_bytes, seconds, name = best
         panel.scatter(
             [num_bytes / size], [seconds], s=70, marker="*", color=COLOURS["communication"]
         )
-        panel.set_title(name, fontsize=9, color=INK, loc="left")
+        panel.set_title(name, fontsize=9, color=drawing.BLACK, loc="left")
     if min(seconds for _, seconds in points) > 0:
         panel.set_yscale("log")
     panel.set_xscale("log")
-    panel.set_xlabel(f"on the device, at the least, {unit}", color=INK)
-    panel.set_ylabel("step, s", color=INK)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(colors=INK)
+    panel.set_xlabel(f"on the device, at the least, {unit}", color=drawing.BLACK)
+    panel.set_ylabel("step, s", color=drawing.BLACK)
+    drawing.frame(panel)
     panel.legend(frameon=False, fontsize=8.5)
     return figure
 
 
-def _legend(panel: Axes) -> tuple[list[object], list[str]]:
-    handles, labels = panel.get_legend_handles_labels()
-    return list(handles), list(labels)
-
-
 def _draw_place(panel: Axes, place: str, held: Sequence[Bytes]) -> None:
     peak = max(one.total for one in held)
-    size, unit = next((size, unit) for size, unit in SIZES if peak >= size or size == 1)
+    size, unit = drawing.unit_of(peak)
     fields = [name for name in Bytes._fields if any(getattr(one, name) for one in held)]
     panel.stackplot(
         range(len(held)),
@@ -124,7 +108,7 @@ def _draw_place(panel: Axes, place: str, held: Sequence[Bytes]) -> None:
         linewidth=0,
     )
     at = max(range(len(held)), key=lambda number: held[number].total)
-    panel.axhline(peak / size, color=INK, linewidth=0.8, linestyle=":")
+    panel.axhline(peak / size, color=drawing.BLACK, linewidth=0.8, linestyle=":")
     panel.annotate(
         f"at most {peak / size:.3g} {unit}",
         (at, peak / size),
@@ -132,10 +116,9 @@ def _draw_place(panel: Axes, place: str, held: Sequence[Bytes]) -> None:
         textcoords="offset points",
         ha="right" if at > len(held) / 2 else "left",
         fontsize=8.5,
-        color=INK,
+        color=drawing.BLACK,
     )
-    panel.set_ylabel(f"{place},\n{unit}", color=INK)
+    panel.set_ylabel(f"{place},\n{unit}", color=drawing.BLACK)
     panel.set_ylim(0, 1.15 * max(peak / size, 1e-9))
     panel.set_xlim(0, max(len(held) - 1, 1))
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(colors=INK)
+    drawing.frame(panel)

@@ -278,9 +278,8 @@ def _apply_to_tree(
     def to_tree(part: Any) -> Any:
         if not isinstance(part, Flat) or was_flat.pop(0):
             return part
-        stored = next((b.store for b in part.buffers if isinstance(b, stores.Stored)), None)
-        whole = unravel(stores.resident(part))
-        return whole if stored is None else tree.map(lambda x: stored.put(x, "state"), whole)
+        whole, held = unravel(stores.resident(part)), stores.stored(part)
+        return tree.map(lambda x: held[0].store.put(x, "state"), whole) if held else whole
 
     new, state = apply(
         optimizer, grads, tree.map(to_flat, state, is_leaf=is_like), ravel(params, layout, group)

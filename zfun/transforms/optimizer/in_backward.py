@@ -16,7 +16,6 @@ from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.optim import Optimizer, PrepareInner
 from zfun.reductions import Spent
-from zfun.stores import Stored
 from zfun.transforms.call._hooks import Handle
 from zfun.transforms.optimizer._cut import cut_state
 from zfun.transforms.optimizer._placing import can_fail
@@ -112,7 +111,7 @@ def _prefetch(state: Any, layout: Layout) -> None:
         return
     num_left = stores.READ_AHEAD + 1
     for bucket in range(len(layout.buckets)):
-        kept = [x for x in cut.buffers(bucket).values() if isinstance(x, Stored)]
+        kept = stores.stored(cut.buffers(bucket))
         for x in kept if num_left else ():
             with stores.locating(leaf=layout.label(bucket)):
                 x.prefetch()

@@ -12,7 +12,7 @@ from zfun import ops, tree
 from zfun.collectives import Group, LeafRecord, agreement_group, check_same, sum_group
 from zfun.errors import ZfunError
 from zfun.layout import DEFAULT_BUCKET_BYTES, PLACEMENT, Layout, labels_of, layout_of
-from zfun.options import FLOATING, NAMES, integer, takes
+from zfun.options import FLOATING, NAMES, integer, one_of, takes
 from zfun.placement import PlacementRule, Sharded
 from zfun.sources import Deferred
 from zfun.transforms.values.building import is_on_meta
@@ -23,7 +23,7 @@ from zfun.transforms.values.building import is_on_meta
     persistence=integer(0),
     order=NAMES | None,
     dtype=FLOATING | None,
-    compared_as=FLOATING | None,
+    compare=one_of("values", "unrounded", "forms"),
     placement=PLACEMENT | None,
 )
 def check_agreement(
@@ -33,9 +33,8 @@ def check_agreement(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     persistence: int = 0,
     order: Sequence[str] | None = None,
-    values: bool = True,
     dtype: torch.dtype | None = None,
-    compared_as: torch.dtype | None = None,
+    compare: str = "values",
     placement: Sharded | PlacementRule | None = None,
 ) -> Layout:
     """Compare a replicated tree across ranks with one all-gather, before any other collective.
@@ -47,9 +46,9 @@ def check_agreement(
         bucket_bytes: the most bytes of a bucket; compared too.
         persistence: the largest leaves of separate buckets; compared too.
         order: of the leaves in the buckets; compared too.
-        values: whether to compare the values as well.
         dtype: the dtype of floating leaves in the layout; by default that of each leaf.
-        compared_as: the dtype to which floating values are rounded before they are compared.
+        compare: ``"values"``, which are rounded to ``dtype`` first; ``"unrounded"`` values; or
+            ``"forms"``, the shapes and dtypes alone.
         placement: how the ranks cut the buckets; compared too.
 
     Returns:
@@ -58,7 +57,8 @@ def check_agreement(
     Raises:
         SpecMismatch: names the leaves that differ, the ranks and both sides.
     """
-    found = tree.leaves(params)
+    found, values = tree.leaves(params), compare != "forms"
+    rounded = dtype if compare == "values" else None
     try:
         layout: Layout | ZfunError = layout_of(
             params, sum_group(group).size, bucket_bytes, persistence, order, dtype
@@ -79,7 +79,7 @@ def check_agreement(
                     LeafRecord(
                         path,
                         f"{leaf.dtype} {tuple(leaf.shape)}{' on meta' * is_on_meta(leaf)}",
-                        str(ops.fingerprint(leaf, compared_as)) if values and is_dense else "",
+                        str(ops.fingerprint(leaf, rounded)) if values and is_dense else "",
                     )
                 )
             elif isinstance(leaf, Deferred):

@@ -91,7 +91,7 @@ def shard(
         bucket_bytes=bucket_bytes,
         persistence=persistence,
         order=order,
-        values=init == "check",
+        compare="values" if init == "check" else "forms",
         placement=placement,
     )
     return _built(params, group, S, _cut(layout, labels, placement, group), init)
@@ -151,7 +151,7 @@ def replicate(
         group,
         bucket_bytes=bucket_bytes,
         order=order,
-        values=init == "check",
+        compare="values" if init == "check" else "forms",
         placement=placement,
     )
     return _built(params, group, R, _cut(layout, labels, placement, group), init)

@@ -77,6 +77,8 @@ CHANGES: dict[str, Callable[[Engine], Any]] = {
     "numbers": lambda engine: engine.set_hyperparams(lr=0.5),
     "torch": lambda engine: engine.load_optimizer_state(engine.optimizer_state()),
     "offload": lambda engine: engine.offload(),
+    "close": lambda engine: engine.close(),
+    "hand over": lambda engine: engine.hand_over(),
 }
 
 
