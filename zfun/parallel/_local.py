@@ -59,10 +59,12 @@ class LocalTree:
         specs = dict(zip(self.paths, map(spec_of, leaves), strict=True))
         own = [_spread(path, spec, axes) for path, spec in specs.items()]
         self.roles = {path: role(path, spec) for path, spec in specs.items()}
-        self.specs = {
-            path: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-            for path, spec in specs.items()
+        # Views of one element, because a plan counts the memory of meta tensors.
+        one = {
+            dtype: torch.empty((), dtype=dtype, device="meta")
+            for dtype in {spec.dtype for spec in specs.values()}
         }
+        self.specs = {path: one[spec.dtype].expand(spec.shape) for path, spec in specs.items()}
         keys = [
             (memory_of(leaf), its) for leaf, its in zip(leaves, self.roles.values(), strict=True)
         ]

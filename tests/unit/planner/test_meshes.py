@@ -371,6 +371,43 @@ def test_stages_that_differ_in_what_is_trained_or_captured_are_not_folded_into_o
     same_folded(lambda mesh: five_stages(mesh, again), batch)
 
 
+def alike_stages(fold: bool, **options: Any) -> Plan:
+    """Plan seven stages of one function, except the last."""
+    inner = lambda p, x: torch.tanh(x @ p["w"])
+    last = lambda p, x: (x @ p["w"]).square().mean()
+
+    def make(mesh: Any) -> Any:
+        loss = zf.pipeline([*[inner] * 6, last], mesh["pp"], num_micro_batches=8)
+        return zf.zero(3, loss, zf.optim.adamw(0.1), mesh["dp"])
+
+    params = [{"w": torch.empty(32, 32, device="meta")} for _ in range(7)]
+    sizes = {"pp": 7, "dp": 2}
+    return zf.plan(make, params, torch.empty(16, 32), mesh=sizes, fold=fold, **options)
+
+
+def test_of_stages_that_are_alike_one_is_run_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = alike_stages(fold=False).stages
+    ended: list[int] = []
+    plan_of = Observer.plan
+
+    def observed(self: Observer, state: Any) -> Plan:
+        ended.append(self.group.rank // 2)
+        return plan_of(self, state)
+
+    monkeypatch.setattr(Observer, "plan", observed)
+    folded = alike_stages(fold=True).stages
+    # The last one of the inner stages runs as well, because cotangents of others come from it.
+    assert sorted(ended) == [0, 4, 5, 6]
+    for one, other in zip(folded, stages, strict=True):
+        assert one == other
+
+
+def test_a_plan_of_an_accelerator_counts_no_memory_of_leaves_on_other_ranks() -> None:
+    plan = alike_stages(fold=True, device="meta")
+    assert plan.steady.device.work == 0
+    assert plan.steady.device == alike_stages(fold=True).steady.device
+
+
 def test_micro_batches_of_several_forms_are_not_folded() -> None:
     rows = [torch.empty(2, 8)] * 5 + [torch.empty(40, 8)]
     same_folded(five_stages, zf.transforms.MicroBatches(rows))

@@ -12,7 +12,9 @@ number of repetitions only, so one of them is run for all. A test compares folde
 from __future__ import annotations
 
 import collections
+import functools
 import operator
+import re
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -66,6 +68,30 @@ def runs_of(actions: Sequence[Action]) -> list[ActionRun]:
         found.append(ActionRun(tuple(kinds[begin : begin + period]), count))
         begin += period * count
     return found
+
+
+def runs_like(actions: Sequence[Action], runs: Sequence[ActionRun]) -> list[ActionRun] | None:
+    """Return actions as the blocks of another stage, each once at least; ``None`` if they are not.
+
+    Example:
+        >>> make = lambda stage, kinds: [Action(stage, kind, 0) for kind in kinds]
+        >>> runs = runs_like(make(2, "FBFBB"), runs_of(make(1, "FFFBFBFBB")))
+        >>> [("".join(kind for _, kind in run.block), run.count) for run in runs]
+        [('F', 1), ('BF', 1), ('B', 2)]
+    """
+    kinds = [(action.stage, action.kind) for action in actions]
+    found: list[ActionRun] = []
+    begin = 0
+    for run in runs:
+        wanted = [kind for _, kind in run.block]
+        end = begin + len(wanted)
+        block, count = tuple(kinds[begin:end]), 0
+        while [kind for _, kind in kinds[begin:end]] == wanted:
+            begin, end, count = end, end + len(wanted), count + 1
+        if not count:
+            return None
+        found.append(ActionRun(block, count))
+    return found if begin == len(kinds) else None
 
 
 def folded(actions: Sequence[Action], kept: int = KEPT) -> tuple[Action, ...] | None:
@@ -178,6 +204,8 @@ def joined(pieces: Iterable[StepPiece]) -> tuple[tuple[Instant, ...], StepPiece]
     """Return the moments of pieces in a row, and the sum of the rest."""
     level: Levels = (0,) * (len(PLACES) * len(Bytes._fields))
     width = len(Bytes._fields)
+    # Most moments change one place, if any.
+    places = functools.lru_cache(len(PLACES))(lambda now: Bytes(*now))
     instants: list[Instant] = []
     records: list[Record] = []
     numbers: Levels | None = None
@@ -185,13 +213,36 @@ def joined(pieces: Iterable[StepPiece]) -> tuple[tuple[Instant, ...], StepPiece]
     for piece in pieces:
         for what, above in piece.instants:
             now = _plus(level, above)
-            places = (Bytes(*now[i : i + width]) for i in range(0, len(now), width))
-            instants.append(Instant(what, *places))
+            parts = (now[i : i + width] for i in range(0, len(now), width))
+            instants.append(Instant(what, *map(places, parts)))
         level = _plus(level, piece.change)
         records += piece.records
         numbers = piece.numbers if numbers is None else _plus(numbers, piece.numbers)
         attention.update(piece.attention)
     return tuple(instants), StepPiece((), level, tuple(records), numbers or (), attention)
+
+
+def renamed(pieces: Iterable[StepPiece], paths: Mapping[str, str]) -> list[StepPiece]:
+    """Return pieces of a step whose buckets have the names of other leaves.
+
+    Example:
+        >>> what = "all_gather of params bucket 0: 1.a … 1.b (2 leaves) in backward"
+        >>> piece = StepPiece(((what, ()),), (), (), (), collections.Counter())
+        >>> renamed([piece], {"1.a": "2.a", "1.b": "2.b"})[0].instants[0][0]
+        'all_gather of params bucket 0: 2.a … 2.b (2 leaves) in backward'
+    """
+    longest = sorted(paths, key=len, reverse=True)
+    path = re.compile(f"(?<= )({'|'.join(map(re.escape, longest))})(?= |$)")
+
+    @functools.cache
+    def named(what: str) -> str:
+        head, colon, tail = what.partition(":")
+        return head + colon + path.sub(lambda found: paths[found[0]], tail)
+
+    return [
+        piece._replace(instants=tuple((named(what), above) for what, above in piece.instants))
+        for piece in pieces
+    ]
 
 
 def _plus(one: Levels, other: Levels) -> Levels:
@@ -213,7 +264,7 @@ class Ranks:
     Attributes:
         losses: as given.
         runs: the actions of each rank, as blocks and repetitions.
-        names: the first parts of the paths of a rank's leaves.
+        paths: the paths of a rank's leaves.
         shown_by: the rank that is run for each rank.
     """
 
@@ -225,30 +276,27 @@ class Ranks:
     ) -> None:
         self.losses = losses
         self._kinds: dict[int, Hashable] = {}
-        self.names: dict[int, tuple[str, ...]] = {}
+        self.paths: dict[int, tuple[str, ...]] = {}
         for rank, loss in losses.items():
-            self._kinds[rank], self.names[rank] = _kind_of(rank, loss, params, trainable)
+            self._kinds[rank], self.paths[rank] = _kind_of(rank, loss, params, trainable)
         self.runs = {rank: runs_of(loss.actions) for rank, loss in losses.items()}
-        chosen: dict[Hashable, int] = {}
-        keys = {
-            rank: (self._kinds[rank], tuple(block for block, _ in runs))
-            for rank, runs in self.runs.items()
-        }
-        for rank, key in keys.items():
-            best = chosen.setdefault(key, rank)
-            if self._kept(rank) >= self._kept(best):
-                chosen[key] = rank
-        self.shown_by = {
-            rank: chosen[key] if self._fits(rank, chosen[key]) else rank
-            for rank, key in keys.items()
-        }
+        self.shown_by: dict[int, int] = {}
+        # Those with the fewest blocks and the most repetitions first, and of these the last, which
+        # needs no other one of its kind for cotangents.
+        for rank in sorted(losses, key=lambda rank: (*_extent(self.runs[rank]), -rank)):
+            shown = (one for one in self.alike(rank) if self.shown_by.get(one) == one)
+            self.shown_by[rank] = next((one for one in shown if self._runs_as(rank, one)), rank)
 
-    def _kept(self, rank: int) -> int:
-        return sum(min(count, KEPT) for _, count in self.runs[rank])
-
-    def _fits(self, rank: int, shown_by: int) -> bool:
-        pairs = zip(self.runs[rank], self.runs[shown_by], strict=True)
-        return all(min(run.count, KEPT) <= other.count for run, other in pairs)
+    def _runs_as(self, rank: int, shown: int) -> bool:
+        """Whether a rank's actions are those of another one, with no block that the other lacks."""
+        runs = runs_like(self.losses[rank].actions, self.runs[shown])
+        if runs is None or any(
+            min(run.count, KEPT) > other.count
+            for run, other in zip(runs, self.runs[shown], strict=True)
+        ):
+            return False
+        self.runs[rank] = runs
+        return True
 
     def alike(self, rank: int) -> list[int]:
         """Return the ranks whose messages have the forms of a rank's."""
@@ -279,22 +327,28 @@ class AlikeBoard(ShapeBoard):
         )
 
 
+def _extent(runs: Sequence[ActionRun]) -> tuple[int, int]:
+    return len(runs), -sum(min(count, KEPT) for _, count in runs)
+
+
 def _kind_of(
     rank: int,
     loss: Pipeline,
     params: tree.Tree,
     trainable: Callable[[str, Any], bool] | None,
 ) -> tuple[Hashable, tuple[str, ...]]:
-    """Return all that the steps of two ranks must have in common, and names of the leaves."""
+    """Return all that the steps of two ranks must have in common, and the paths of the leaves."""
     pipe, *others = loss.model_axes
     places = collections.Counter(map(memory_of, tree.leaves(params)))
     leaves: list[Hashable] = []
     names: dict[str, int] = {}
+    own: list[str] = []
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         held = pipe.rule(path, leaf)
         assert isinstance(held, Held)
         if pipe.group.rank not in held.ranks:
             continue
+        own.append(path)
         # A plan counts bytes by the first part of a path.
         place = names.setdefault(path.split(".")[0], len(names))
         is_trained = trainable is None or bool(trainable(path, spec_of(leaf)))
@@ -303,7 +357,7 @@ def _kind_of(
         rules = (axis.rule(path, leaf) for axis in others)
         leaves.append((place, tuple(leaf.shape), leaf.dtype, tied, is_trained, *rules))
     stages = [(stage.is_first, stage.is_last, _code_of(stage.fn)) for stage in loss.stages.values()]
-    return (*leaves, *stages), tuple(names)
+    return (*leaves, *stages), tuple(own)
 
 
 def _code_of(fn: Any) -> Hashable:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from zfun import tree
 from zfun.collectives import (
     Group,
     NotLeftYet,
-    Record,
     global_ranks,
     group_with_board,
     record,
@@ -47,10 +46,11 @@ from zfun.planner.plans._folded import (
     folded,
     joined,
     pieces_of,
+    renamed,
     sources,
 )
 from zfun.planner.plans._kept import bytes_by_path, num_leaves
-from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
+from zfun.planner.plans._record import InPipeline, Moved, Plan, sent_by
 from zfun.transforms import split_batch
 
 _MESH = instance(Mapping, "the size of each axis, by name", "{'pp': 2, 'dp': 4}")
@@ -120,7 +120,11 @@ class Observer:
     def plan(self, state: Any) -> Plan:
         """Return the description since the beginning, with the state that the step returned."""
         # Naming the state reads stores, which is no part of the step.
-        sent, flops, moved = _sent(self.group.log), self._flops.flops(), Moved(**self.meter.crossed)
+        sent, flops, moved = (
+            sent_by(self.group.log),
+            self._flops.flops(),
+            Moved(**self.meter.crossed),
+        )
         touched = self._flops.touched()
         self._counts.append(self._count())
         self.meter.name_state(state)
@@ -141,15 +145,6 @@ class Observer:
     def _count(self) -> StepCounts:
         numbers = *self._flops.flops(), *self._flops.touched(), *Moved(**self.meter.crossed)
         return StepCounts(len(self.group.log), numbers, self._attention.counts())
-
-
-def _sent(log: Iterable[Record]) -> tuple[Sent, ...]:
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for entry in log:
-        key = entry.kind, entry.name, entry.axis
-        count, num_bytes = found.get(key, (0, 0))
-        found[key] = count + 1, num_bytes + entry.sent_bytes
-    return tuple(Sent(*key, *counts) for key, counts in found.items())
 
 
 @contextlib.contextmanager
@@ -280,21 +275,26 @@ def planned(
         ranks = board.ranks = _foldable(lambda number: made(number)[1], rank, params, batch)
     plans: dict[int, Plan] = {}
     pieces: dict[int, list[StepPiece]] = {}
+    wanted = [rank] if ranks is None else sorted({*ranks.shown_by.values()})
     # Ranks that are not done, and what each of them waits for.
-    waiting: dict[int, NotLeftYet | None]
-    waiting = dict.fromkeys([rank] if ranks is None else ranks.shown_by.values())
-    while waiting:
-        # The last one first, because the others wait for it, if only indirectly.
-        number = next(one for one in reversed(waiting) if board.lets_go_on(waiting[one]))
+    waiting: dict[int, NotLeftYet | None] = {}
+    while left := [number for number in wanted if number not in plans]:
+        if waiting.keys().isdisjoint(left):
+            waiting[left[0]] = None
+        # The last one first, because the others wait for it, if only indirectly. Ranks that nobody
+        # wants run until they have left what another one waits for.
+        able = [one for one in reversed(waiting) if board.lets_go_on(waiting[one])]
+        number = max(able, key=left.__contains__)
         # Outside of the context, because optimizers are probed with numbers.
         observer, run, sizes = made(number)
         try:
             plan = _plan_of(run, observer, params, batch, steps, device, is_folded=bool(ranks))
         except NotLeftYet as missing:
             waiting[number] = missing.with_traceback(None)
+            if ranks is None and missing.rank not in wanted:
+                wanted.append(missing.rank)
             other = missing.rank if ranks is None else ranks.to_run(missing)
-            if other not in plans:
-                waiting.setdefault(other)
+            waiting |= {} if other in plans else {other: waiting.get(other)}
             continue
         del waiting[number]
         loss = _pipeline_of(run)
@@ -357,9 +357,10 @@ def _plan_of(
 def _unfolded(number: int, ranks: Ranks, shown: Plan, pieces: Sequence[StepPiece]) -> Plan:
     """Return the plan of a rank, from the pieces of the step of one that is like it."""
     places = [*sources(ranks.runs[number], ranks.runs[shown.rank])]
-    first, *middle, last = pieces
+    paths = dict(zip(ranks.paths[shown.rank], ranks.paths[number], strict=True))
+    first, *middle, last = renamed(pieces, paths)
     instants, total = joined([first, *(middle[place] for place in places), last])
-    names = dict(zip(ranks.names[shown.rank], ranks.names[number], strict=True))
+    names = {path.split(".")[0]: other.split(".")[0] for path, other in paths.items()}
     flops, touched, moved = (total.numbers[i : i + 4] for i in (0, 4, 8))
     loss = ranks.losses[number]
     return dataclasses.replace(
@@ -367,7 +368,7 @@ def _unfolded(number: int, ranks: Ranks, shown: Plan, pieces: Sequence[StepPiece
         rank=number,
         instants=instants,
         by_path=tuple(row._replace(path=names.get(row.path, row.path)) for row in shown.by_path),
-        sent=_sent(total.records),
+        sent=sent_by(total.records),
         moved=Moved(*moved),
         flops=Flops(*flops),
         touched=Touched(*touched),

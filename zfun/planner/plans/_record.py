@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from zfun.collectives import Record
 from zfun.options import ANY, takes
 from zfun.planner._parts import Live, peaks_of
 from zfun.planner.plans._flops import Flops, Touched
@@ -30,6 +31,16 @@ class Sent(NamedTuple):
     axis: str
     num_messages: int
     num_bytes: int
+
+
+def sent_by(log: Iterable[Record]) -> tuple[Sent, ...]:
+    """Return the counts of collectives."""
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for entry in log:
+        key = entry.kind, entry.name, entry.axis
+        count, num_bytes = found.get(key, (0, 0))
+        found[key] = count + 1, num_bytes + entry.sent_bytes
+    return tuple(Sent(*key, *counts) for key, counts in found.items())
 
 
 class Moved(NamedTuple):
