@@ -264,7 +264,7 @@ class Mesh(Group):
         else:
             hops = hops_of(call.op, self.axes, x.numel() * x.dtype.itemsize)
         if not hops:
-            if not into.is_set_to(x):
+            if not x.is_meta and not into.is_set_to(x):
                 into.copy_(x)
             return Work.done(result)
         finished = self.launch(call, hops, started(call, hops, x, into), x)

@@ -31,7 +31,7 @@ class _SingleGroup(Group):
         x = x.detach()
         if out is None:
             return Work.done(x.clone())
-        if not out.is_set_to(x):
+        if not x.is_meta and not out.is_set_to(x):
             out.detach().copy_(x)
         return Work.done(out)
 
