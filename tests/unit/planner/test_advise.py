@@ -14,6 +14,7 @@ import zfun as zf
 from tests.conftest import FORM
 from zfun import cli
 from zfun.planner import Advice, Candidate, Hardware, Model, advise
+from zfun.planner.plans._bare import Taught
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -151,6 +152,27 @@ def test_the_first_step_of_stages_1_and_2_is_planned_like_the_second() -> None:
             for steps in (1, 2)
         )
         assert first == second, one
+
+
+def loss_and_means(params: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    return zf.transforms.weighted_mean(loss(params, x), 32.0), x.mean()
+
+
+@pytest.mark.parametrize("model", [MODEL, Model(loss_and_means, PARAMS, MODEL.batch)])
+def test_a_lesson_teaches_stage_3_all_that_a_step_does(model: Model) -> None:
+    space = [one for one in model.candidates(4, ranks_per_host=2) if one.stage == 3]
+    for one in random.Random(0).sample(space, 6 if FORM == "all" else 2):
+        learnt, taught = (
+            zf.plan(
+                lambda group, one=one, around=around: around(one.of(model, group)),
+                model.params,
+                model.batch,
+                4,
+                device="meta",
+            )
+            for around in (lambda zero: zero, lambda zero: Taught(zero, 1))
+        )
+        assert taught == learnt, one
 
 
 def test_the_bounds_of_stage_3_know_gathered_and_packed_buckets() -> None:

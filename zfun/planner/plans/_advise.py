@@ -24,6 +24,7 @@ from zfun.collectives import Group, abstract_group
 from zfun.errors import OptionError
 from zfun.options import BOOL, instance, takes
 from zfun.planner._parts import peaks_of
+from zfun.planner.plans._bare import Taught
 from zfun.planner.plans._bounds import Bound, Bounds
 from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware
 from zfun.planner.plans._plan import GROUP_OR_SIZE, plan
@@ -312,9 +313,9 @@ def _tried(
     key = "plan", composition, group.size, group.rank
     found = model.known.get(key) if batch is model.batch else None
     if found is None:
-        make = lambda group: composition.of(model, group)
         # At stages 1 and 2 the first step is like all others, because it learns no order of use.
         steps = 2 if composition.stage == 3 else 1
+        make = lambda group: Taught(composition.of(model, group), steps - 1)
         found = plan(make, model.params, batch, group, steps=steps, device="meta")
         if batch is model.batch:
             model.known[key] = found

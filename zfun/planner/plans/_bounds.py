@@ -74,8 +74,8 @@ class _Traffic(NamedTuple):
     """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
 
     The most bytes of a bucket's gradients and the message that these are packed into are beside,
-    and the bytes of each bucket. ``again`` and ``stays`` leave out the buckets that may stay from
-    forward to backward, and count their elements.
+    and the bytes of each bucket, with and without shards of sums. ``again`` and ``stays`` leave out
+    the buckets that may stay from forward to backward, and count their elements.
     """
 
     gather: Counter[str]
@@ -90,6 +90,7 @@ class _Traffic(NamedTuple):
     packed: int
     bucket_of_leaf: tuple[int, ...]
     buckets: tuple[BucketBytes, ...]
+    unsummed: tuple[BucketBytes, ...]
 
 
 class Bounds:
@@ -148,7 +149,7 @@ class Bounds:
             buckets = (NO_BYTES,) * len(buckets)
         elif k > 1 or choice.offloaded:
             # Sums of several micro-batches are counted above; those in a store leave the device.
-            buckets = tuple(one._replace(summed=0) for one in buckets)
+            buckets = traffic.unsummed
         peak = self._once(self._peak_of, choice.recomputed, k, choice.precision, ends, buckets)
         held += max(peak, traffic.packed)
         work = StepWork(
@@ -276,6 +277,7 @@ class Bounds:
             packed,
             tuple(layout.leaves[slot].bucket for slot in layout.positions),
             tuple(buckets),
+            tuple(bucket._replace(summed=0) for bucket in buckets),
         )
 
 
