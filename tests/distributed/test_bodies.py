@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import zfun as zf
+from tests.conftest import FORM
 from tests.distributed import processes, simulated
 from tests.distributed.programs import (
     bodies,
@@ -32,13 +33,14 @@ pytestmark = [
 ]
 
 
-# Over gloo, three ranks send every message that two ranks send.
 TWO_OVER_GLOO = pytest.param((2, False), marks=pytest.mark.slow, id="2 over gloo")
 OVER_GLOO = pytest.param((3, False), marks=pytest.mark.slow, id="3 over gloo")
 AS_CHOSEN = pytest.param((2, None), id="2 over the default transport")
+# Over gloo, three ranks send every message that two ranks send.
+RANKS = [*([TWO_OVER_GLOO] if FORM == "search" else []), OVER_GLOO, AS_CHOSEN]
 
 
-@pytest.fixture(scope="module", params=[TWO_OVER_GLOO, OVER_GLOO, AS_CHOSEN])
+@pytest.fixture(scope="module", params=RANKS)
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
     size, shared_memory = request.param
     with processes(

@@ -58,7 +58,7 @@ def three_axes(mesh: Any) -> Any:
 
 
 def test_a_right_program_passes_at_every_stage() -> None:
-    mesh = {"pp": 2, "dp": 2 if FORM == "all" else 1, "tp": 2}
+    mesh = {"pp": 2, "dp": 2 if FORM != "everyday" else 1, "tp": 2}
     assert_invariant(plain, params(), BATCH, optim.adamw(0.01), three_axes, mesh=mesh, num_steps=2)
 
 

@@ -365,10 +365,15 @@ class GradientFunction(ZfunGradient):
 
     def _scale_of(self, summed: Work, weight: Tensor | None) -> Callable[[], float | Tensor]:
         """Return a function that gives the factor of all gradients."""
-        if weight is None or ops.is_abstract(weight):
+        if weight is None:
             return lambda: self._rank_scale
+
         # Needed when the first bucket is complete, because backward computes meanwhile.
-        return functools.cache(lambda: reciprocal(summed.wait()[1]))
+        def factor() -> float | Tensor:
+            parts = summed.wait()
+            return self._rank_scale if ops.is_abstract(parts) else reciprocal(parts[1])
+
+        return functools.cache(factor)
 
     def _wrap(
         self, params: tree.Tree, results: list[Any], layout: Layout, group: Group | None

@@ -41,8 +41,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
         )
     ),
 }
-NUM_STEPS = 5 if FORM == "all" else 2
-STAGES = (3, 0, 1, 2) if FORM == "all" else (3, 0)
+NUM_STEPS = 5 if FORM != "everyday" else 2
+STAGES = (3, 0, 1, 2) if FORM != "everyday" else (3, 0)
 LIMIT = 0.5
 DECAY = 0.01
 
