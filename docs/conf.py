@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import functools
 import importlib
+import json
 import os
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -106,6 +109,40 @@ def copy_notebooks() -> None:
         ROOT / "notebooks" / "figures.py",
     ]:
         shutil.copyfile(path, target / path.name)
+
+
+def first_words(cell: Any) -> str:
+    """The heading of a cell of text, or its first sentence."""
+    text = " ".join("".join(cell["source"]).partition("\n\n")[0].split())
+    if text.startswith("#"):
+        return text.lstrip("# ")
+    return re.split(r"(?<=\.) |:$", text)[0]
+
+
+def gather_pictures(target: Path) -> None:
+    """Write the pictures that the notebooks store, and the Markdown that lays them out."""
+    target.mkdir(exist_ok=True)
+    page: list[str] = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        title = first_words(cells[0])
+        page += [f"## [{title}](notebooks/{path.name})", "", "::::{container} gallery"]
+        caption, count = title, 0
+        for cell in cells:
+            if cell["cell_type"] == "markdown":
+                caption = first_words(cell)
+            for output in cell.get("outputs", ()):
+                image = output.get("data", {}).get("image/png")
+                if not image:
+                    continue
+                count += 1
+                name = f"{path.stem}-{count}.png"
+                (target / name).write_bytes(base64.b64decode(image))
+                alt = caption.replace("`", "")
+                page += [f":::{{figure}} pictures/{name}", f":alt: {alt}"]
+                page += ["", caption, ":::", ""]
+        page += ["::::", ""]
+    (target / "gallery.txt").write_text("\n".join(page), encoding="utf-8")
 
 
 @functools.cache
@@ -253,6 +290,8 @@ def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
 
 def setup(app: Any) -> None:
     copy_notebooks()
+    gather_pictures(HERE / "pictures")
+    runpy.run_path(str(HERE / "measured.py"))["draw"](HERE / "pictures")
     app.connect("doctree-resolved", check_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", resolve)

@@ -6,6 +6,10 @@ floating dtype, and are only read. Moments are written. Where ``change`` is a te
 parameters, it takes the change and the parameters stay; where ``change`` is None, the parameters
 step in place. Half types are computed in float32 and rounded once. Abstract buffers have no
 numbers, so a step does nothing.
+
+The rules of single elements multiply the gradient by ``scale``, a number or a 0-dim tensor, with
+the bits of :func:`scale_into` first. Where gradients have the dtype that the step is computed in,
+the kernel multiplies, and no product lies in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from zfun.ops import reference
 from zfun.ops._dispatch import triton_for
 from zfun.ops._exact import LIMBS
 from zfun.ops._norm import total_of_bins
-from zfun.ops._tensors import compiled, is_abstract, is_plain
+from zfun.ops._tensors import compiled, is_abstract, is_plain, wide
 
 
 def _step(
@@ -32,15 +36,23 @@ def _step(
     moments: Sequence[Tensor],
     change: Tensor | None,
     constants: Any,
+    scale: float | Tensor | None,
 ) -> None:
     """Take a step with the kernels for where the parameters live."""
-    arguments = (rule, param, grad, moments, change, constants)
+    if scale is not None and grad.dtype != wide(param.dtype):
+        # The product is rounded to the dtype of the gradients, so it is made beside them.
+        product = torch.empty_like(grad)
+        scale_into(product, grad, scale)
+        grad, scale = product, None
+    abstract = is_abstract(param)
+    factor = 1.0 if scale is None or abstract else float(scale)
+    arguments = (rule, param, grad, moments, change, constants, factor)
     if compiled() and is_plain(param):
         from zfun.ops import numba
 
         if numba.step(*arguments):
             return
-    if is_abstract(param):
+    if abstract:
         return
     with torch.no_grad():
         triton = triton_for(param)
@@ -82,9 +94,15 @@ class AdamRule:
     correction: float = 1.0
 
     def __call__(
-        self, param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, change: Tensor | None
+        self,
+        param: Tensor,
+        grad: Tensor,
+        mu: Tensor,
+        nu: Tensor,
+        change: Tensor | None,
+        scale: float | Tensor | None = None,
     ) -> None:
-        _step("adam", param, grad, (mu, nu), change, self)
+        _step("adam", param, grad, (mu, nu), change, self, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +131,27 @@ class SgdRule:
     l2: float = 0.0
 
     def __call__(
-        self, param: Tensor, grad: Tensor, velocity: Tensor | None, change: Tensor | None
+        self,
+        param: Tensor,
+        grad: Tensor,
+        velocity: Tensor | None,
+        change: Tensor | None,
+        scale: float | Tensor | None = None,
     ) -> None:
         if velocity is None:
-            _step("plain_sgd", param, grad, (), change, self)
+            _step("plain_sgd", param, grad, (), change, self, scale)
         else:
-            _step("sgd", param, grad, (velocity,), change, self)
+            _step("sgd", param, grad, (velocity,), change, self, scale)
+
+    def without_velocity(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        change: Tensor | None,
+        scale: float | Tensor | None = None,
+    ) -> None:
+        """Take a step without a velocity."""
+        self(param, grad, None, change, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +179,15 @@ class LionRule:
     learning_rate: float
     decay: float = 0.0
 
-    def __call__(self, param: Tensor, grad: Tensor, mu: Tensor, change: Tensor | None) -> None:
-        _step("lion", param, grad, (mu,), change, self)
+    def __call__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        mu: Tensor,
+        change: Tensor | None,
+        scale: float | Tensor | None = None,
+    ) -> None:
+        _step("lion", param, grad, (mu,), change, self, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +214,15 @@ class AdagradRule:
     eps: float
     l2: float = 0.0
 
-    def __call__(self, param: Tensor, grad: Tensor, total: Tensor, change: Tensor | None) -> None:
-        _step("adagrad", param, grad, (total,), change, self)
+    def __call__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        total: Tensor,
+        change: Tensor | None,
+        scale: float | Tensor | None = None,
+    ) -> None:
+        _step("adagrad", param, grad, (total,), change, self, scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.layout import LabelFn
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, prepared, remembered
+from zfun.optim._base import (
+    FactorUpdate,
+    InitFn,
+    Optimizer,
+    State,
+    UpdateFn,
+    as_optimizer,
+    is_scaling,
+    prepared,
+    remembered,
+)
 from zfun.optim._missed import passed_on
 from zfun.tree import Tree
 
@@ -60,30 +71,35 @@ def chain(*optimizers: Optimizer | tuple[InitFn, UpdateFn]) -> Optimizer:
 
 
 def _chained(parts: tuple[Optimizer, ...]) -> Optimizer:
-    first = parts[0].partial
+    first, last_place = parts[0].partial, len(parts) - 1
+    factor = _fused_factor(parts)
 
     def init(params: Tree) -> State:
         return tuple(part.init(params) for part in parts)
 
-    def thread(grads: Tree, state: State, params: Tree) -> tuple[Tree, list[State]]:
+    def thread(grads: Tree, state: State, params: Tree, stop: int) -> tuple[Tree, list[State]]:
         _check_states(state, len(parts))
         states = []
-        for part, own_state in zip(parts[:-1], state[:-1], strict=True):
+        for part, own_state in zip(parts[:stop], state[:stop], strict=True):
             updates, after = part.update(grads, own_state, params)
             grads = passed_on(updates, grads)
             states.append(after)
         return grads, states
 
     def update(grads: Tree, state: State, params: Tree) -> tuple[Tree, State]:
-        grads, states = thread(grads, state, params)
+        grads, states = thread(grads, state, params, last_place)
         updates, last = parts[-1].update(grads, state[-1], params)
         return updates, (*states, last)
 
     def apply(
         grads: Tree, state: State, params: Tree, *, donate: bool = False
     ) -> tuple[Tree, State]:
-        grads, states = thread(grads, state, params)
-        params, last = parts[-1].apply(grads, state[-1], params, donate=donate)
+        grads, states = thread(grads, state, params, last_place - (factor is not None))
+        options: dict[str, Any] = {"donate": donate}
+        if factor is not None:
+            options["scale"] = factor(grads, state[-2])
+            states.append(state[-2])
+        params, last = parts[-1].apply(grads, state[-1], params, **options)
         return params, (*states, last)
 
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
@@ -109,6 +125,14 @@ def _chained(parts: tuple[Optimizer, ...]) -> Optimizer:
         prepare=prepare,
         parts=parts,
     )
+
+
+def _fused_factor(parts: Sequence[Optimizer]) -> Callable[[Tree, State], Any] | None:
+    """Return the number by which the last part multiplies in place of the part before it."""
+    if len(parts) < 2 or not is_scaling(parts[-1]):
+        return None
+    before = parts[-2].update
+    return before.factor if isinstance(before, FactorUpdate) else None
 
 
 def _placed(part: Optimizer) -> str:

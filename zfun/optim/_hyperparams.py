@@ -14,7 +14,15 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat
-from zfun.optim._base import Optimizer, State, as_optimizer, prepared
+from zfun.optim._base import (
+    FactorUpdate,
+    Optimizer,
+    ScalingApply,
+    State,
+    as_optimizer,
+    is_scaling,
+    prepared,
+)
 from zfun.options import ANY, number, shown, takes
 from zfun.tree import Tree
 
@@ -271,6 +279,18 @@ def _reading(
         new, after = at(state).apply(grads, state.inner, params, donate=donate)
         return new, state._replace(inner=after)
 
+    def scaling(
+        grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
+    ) -> tuple[Tree, State]:
+        step: Any = at(state).apply
+        options: dict[str, Any] = {} if scale is None else {"scale": scale}
+        new, after = step(grads, state.inner, params, donate=donate, **options)
+        return new, state._replace(inner=after)
+
+    def factor(grads: Tree, state: State) -> Tensor | float:
+        inner: Any = at(state).update
+        return inner.factor(grads, state.inner)
+
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
         ready = prepared(at(state), grads, state.inner, params)
         return None if ready is None else _reading(ready, init, lambda state: ready)
@@ -278,8 +298,8 @@ def _reading(
     partial = first.partial
     return first._replace(
         init=init,
-        update=update,
-        apply=apply,
+        update=FactorUpdate(update, factor) if isinstance(first.update, FactorUpdate) else update,
+        apply=ScalingApply(scaling) if is_scaling(first) else apply,
         partial=None if partial is None else lambda state: partial(state.inner),
         prepare=prepare,
         parts=(first,),

@@ -6,11 +6,22 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
-from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, prepared
+from zfun.optim._base import (
+    InitFn,
+    Optimizer,
+    ScalingApply,
+    State,
+    UpdateFn,
+    as_optimizer,
+    is_scaling,
+    prepared,
+)
 from zfun.optim._rows import aligned, check_trainable
 from zfun.options import OF_LEAVES, instance, takes
 from zfun.tree import Tree
@@ -115,6 +126,11 @@ def _by_label(parts: dict[str, Optimizer], table: _Table) -> Optimizer:
     ) -> tuple[Tree, State]:
         return run("apply", grads, state, params, donate=donate)
 
+    def scaling(
+        grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
+    ) -> tuple[Tree, State]:
+        return run("apply", grads, state, params, donate=donate, scale=scale)
+
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
         _check_state(state, parts)
         ready = dict(parts)
@@ -131,7 +147,7 @@ def _by_label(parts: dict[str, Optimizer], table: _Table) -> Optimizer:
     return Optimizer(
         init,
         update,
-        apply,
+        ScalingApply(scaling) if all(map(is_scaling, parts.values())) else apply,
         labels=table.place,
         by_leaf=True,
         prepare=prepare,

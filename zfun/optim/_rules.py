@@ -11,7 +11,7 @@ from zfun import ops
 from zfun.errors import OptionError
 from zfun.optim._base import Optimizer, remembered
 from zfun.optim._schedules import Schedule, decay_at, rate_at
-from zfun.optim._stepping import Kernel, elementwise
+from zfun.optim._stepping import Kernel, of_rules
 from zfun.options import DECAY, number, takes
 from zfun.tree import Tree
 
@@ -113,9 +113,9 @@ def sgd(
     def kernel_at(before: int) -> Kernel:
         rate, decay = rate_at(learning_rate, before), decay_at("momentum", momentum, before)
         rule = ops.SgdRule(rate, decay, nesterov, weight_decay)
-        return rule if momentum else lambda param, grad, change: rule(param, grad, None, change)
+        return rule if momentum else rule.without_velocity
 
-    return elementwise(SgdState, ("velocity",) if momentum else (), kernel_at)
+    return of_rules(SgdState, ("velocity",) if momentum else (), kernel_at)
 
 
 @takes()
@@ -221,7 +221,7 @@ def _adam(
             correction=math.sqrt(1.0 - b2 ** (taken + 1)),
         )
 
-    return elementwise(AdamState, ("mu", "nu"), kernel_at)
+    return of_rules(AdamState, ("mu", "nu"), kernel_at)
 
 
 @takes()
@@ -266,7 +266,7 @@ def lion(
         rate = rate_at(learning_rate, before)
         return ops.LionRule(decay_at("b1", b1, before), b2, rate, rate * weight_decay)
 
-    return elementwise(LionState, ("mu",), kernel_at)
+    return of_rules(LionState, ("mu",), kernel_at)
 
 
 @takes(rate_decay=number(0))
@@ -309,4 +309,4 @@ def adagrad(
         rate = rate_at(learning_rate, before) / (1.0 + rate_decay * taken)
         return ops.AdagradRule(rate, eps, weight_decay)
 
-    return elementwise(AdagradState, ("total",), kernel_at)
+    return of_rules(AdagradState, ("total",), kernel_at)

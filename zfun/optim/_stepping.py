@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.optim._base import InitFn, Optimizer, State
+from zfun.optim._base import InitFn, Optimizer, ScalingApply, State
 from zfun.optim._missed import runs_of
 from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, own, step_count
 from zfun.options import TEXT, each, function, takes
@@ -104,13 +105,39 @@ def elementwise(
         >>> optimizer.apply({"w": torch.ones(2)}, optimizer.init(params), params)[0]
         {'w': tensor([0.9000, 0.9000])}
     """
+    return assemble(*_init_and_step(make_state, names, kernel_at))
+
+
+def of_rules(
+    make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[..., Kernel]
+) -> Optimizer:
+    """Make an optimizer like :func:`elementwise` of kernels that take ``scale=``."""
+    init, step = _init_and_step(make_state, names, kernel_at)
+
+    def run(
+        grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
+    ) -> tuple[Tree, State]:
+        return step(grads, state, params, Into(updates=False, donate=donate), scale)
+
+    return assemble(init, step)._replace(apply=ScalingApply(run))
+
+
+def _init_and_step(
+    make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[..., Kernel]
+) -> tuple[InitFn, Callable[..., tuple[Tree, State]]]:
     counts_twice = len(inspect.signature(kernel_at).parameters) > 1
 
     def init(params: Tree) -> State:
         check_trainable(params)
         return make_state(no_steps(), *(zeros_like(params) for _ in names))
 
-    def step(grads: Tree, state: State, params: Tree, into: Into) -> tuple[Tree, State]:
+    def step(
+        grads: Tree,
+        state: State,
+        params: Tree,
+        into: Into,
+        scale: Tensor | float | None = None,
+    ) -> tuple[Tree, State]:
         check_fields(state, "count", *names)
         rows = aligned(params, gradients=grads, **{name: getattr(state, name) for name in names})
         count, runs = step_count(state.count), runs_of(params, grads)
@@ -119,6 +146,8 @@ def elementwise(
             each: kernel_at(count, count - each) if counts_twice else kernel_at(count)
             for each in missed
         }
+        if scale is not None:
+            kernels = {each: partial(kernel, scale=scale) for each, kernel in kernels.items()}
         held = [own([row[2 + place] for row in rows], into.donate) for place in range(len(names))]
         targets, changes = into.targets([row[0] for row in rows])
         for index, (row, target, change) in enumerate(zip(rows, targets, changes, strict=True)):
@@ -135,7 +164,7 @@ def elementwise(
         after = make_state(state.count + 1, *(tree.unflatten(spec, moment) for moment in held))
         return tree.unflatten(spec, into.results(targets, changes)), after
 
-    return assemble(init, step)
+    return init, step
 
 
 def no_steps() -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.optim._base import (
+    FactorUpdate,
     InitFn,
     Optimizer,
     State,
@@ -51,8 +52,10 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 
     ``g / max(1, (‖grads‖ + 1e-6) / max_norm)``, with the norm in float64 over every element once,
     sharded or not. The step of :func:`zfun.zero` has read that norm already, so the host does not
-    wait for it again. "On the difficulty of training recurrent neural networks", Pascanu, Mikolov
-    and Bengio, 2013.
+    wait for it again. At the end of a chain, behind this part, the kernels of :func:`adam`,
+    :func:`adamw`, :func:`sgd`, :func:`lion` and :func:`adagrad` multiply as they read, so that no
+    second gradient lies in memory. "On the difficulty of training recurrent neural networks",
+    Pascanu, Mikolov and Bengio, 2013.
 
     Args:
         max_norm: the bound, above 0.
@@ -76,7 +79,9 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
         return None if grads is None else _times(_clipping(grads, max_norm))
 
-    return optimizer(_no_state, update)._replace(prepare=prepare)
+    clip = optimizer(_no_state, update)
+    fused = FactorUpdate(clip.update, lambda grads, state: _clipping(grads, max_norm))
+    return clip._replace(update=fused, prepare=prepare)
 
 
 @torch.no_grad()
@@ -88,7 +93,8 @@ def _clipping(grads: Tree, max_norm: float) -> Tensor:
 
 def _times(factor: Tensor) -> Optimizer:
     """Return the optimizer of one step that multiplies by a tensor."""
-    return of_update(_no_state, lambda grads, state, params: (_scaled(grads, factor), state))
+    times = of_update(_no_state, lambda grads, state, params: (_scaled(grads, factor), state))
+    return times._replace(update=FactorUpdate(times.update, lambda grads, state: factor))
 
 
 @takes(factor=number(example="-0.1"))

@@ -11,7 +11,7 @@ home. So each rank sends ``size - 1`` messages forward, and twice as many backwa
 Forward-mode derivatives, transforms of torch.func and second derivatives gather all keys and values
 instead, by collectives that torch can differentiate.
 
-After Liu et al., "KeyRing Attention with Blockwise Transformers for Near-Infinite Context" (2023);
+After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023);
 zigzag order is that of Llama 3 (2024), and the online softmax of Milakov and Gimelshein (2018).
 """
 

@@ -360,6 +360,75 @@ def test_a_figure_exports_as_text_in_svg_and_pdf(tmp_path: Path) -> None:
     assert b"/FontFile2" in pdf  # TrueType, whose letters a reader can find and copy
 
 
+MEASURED = "benchmarks/results"
+
+
+def test_every_page_of_results_is_on_the_site_with_pictures_that_exist() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("benchmarks/*.md"))
+    included = re.findall(rf"^```{{include}} \.\./\.\./{MEASURED}/(.*)$", text, re.MULTILINE)
+    assert sorted(included) == sorted(path.name for path in (ROOT / MEASURED).glob("*.md"))
+    pictures = runpy.run_path(str(DOCS / "measured.py"))["PICTURES"]
+    assert sorted(re.findall(r"pictures/(\w+)\.svg", text)) == sorted(pictures)
+
+
+def test_a_picture_of_a_benchmark_shows_the_numbers_of_its_table() -> None:
+    measured = runpy.run_path(str(DOCS / "measured.py"))
+    page = (ROOT / MEASURED / "step.md").read_text(encoding="utf-8")
+    panels = measured["PICTURES"]["step"]().axes
+    sizes = ("small, fp32, 2 ranks, shared memory", "small, fp32, 2 ranks, gloo")
+    for panel, title in zip(panels, sizes, strict=False):
+        section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| ([^|]*?) \| ([\d.]+) \|", section, re.MULTILINE)
+        assert [label.get_text() for label in panel.get_yticklabels()] == [row[0] for row in rows]
+        widths = [bar.get_width() for bar in panel.patches]
+        assert widths == [float(row[1]) for row in rows]
+
+
+def test_a_picture_names_the_machine_of_each_run() -> None:
+    measured = runpy.run_path(str(DOCS / "measured.py"))
+    for make in measured["PICTURES"].values():
+        below = make().get_supxlabel()
+        assert "cores" in below
+        assert "torch 2." in " ".join(below.split())
+
+
+def test_tables_of_results_are_read_in_both_forms() -> None:
+    rows_of = runpy.run_path(str(DOCS / "measured.py"))["rows_of"]
+    rows = [{"": "zfun-3", "ms": "1,573.2", "wire": "3.0 P"}, {"": "ddp", "ms": "–", "wire": "2"}]
+    table = "| | ms | wire |\n|---|---|---|\n| zfun-3 | 1,573.2 | 3.0 P |\n| ddp | – | 2 |"
+    assert rows_of(table) == rows
+    text = "```text\n          ms     wire\nzfun-3   1,573.2   3.0 P\nddp  –    2\n```"
+    assert rows_of(text) == rows
+
+
+def test_the_gallery_has_every_picture_of_the_notebooks(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("sphinx")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(DOCS / "conf.py"))["gather_pictures"](tmp_path)
+    stored = sum(
+        path.read_text(encoding="utf-8").count('"image/png"')
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+    )
+    page = (tmp_path / "gallery.txt").read_text(encoding="utf-8")
+    shown = re.findall(r"^:::\{figure\} pictures/(.*)\n:alt: (.+)$", page, re.MULTILINE)
+    assert len(shown) == stored == len({name for name, _ in shown})
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name, _ in shown)
+
+
+def test_the_bibliography_has_every_paper_that_a_docstring_names() -> None:
+    lines = (DOCS / "bibliography.md").read_text(encoding="utf-8").splitlines()
+    missing = set()
+    for path in [*(ROOT / "zfun").rglob("*.py"), *DOCS.glob("guides/*.md")]:
+        text = path.read_text(encoding="utf-8")
+        for author, year in re.findall(
+            r"([A-Z][a-z]+) et al\.,?[^.|]{0,120}?\(?((?:19|20)\d\d)", text, re.DOTALL
+        ):
+            if not any(f"{author} et al." in line and year in line for line in lines):
+                missing.add((author, year, path.name))
+    assert missing == set()
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_site_is_not_built_without_an_expected_picture(shown: bool, monkeypatch) -> None:
     nodes = pytest.importorskip("docutils.nodes")

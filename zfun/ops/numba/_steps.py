@@ -10,7 +10,8 @@ loop of its own, over a chunk that the first loop has left in the first cache.
 
 All kernels but LAMB's, which needs norms on the way, are called alike: the buffers, first the
 parameters, the gradients and whatever else the rule keeps, then the change (of length 0 for none);
-which elements; the constants, in the dtype that is computed in.
+which elements; the constants, in the dtype that is computed in. ``scale`` among them is a factor of
+the gradients, mostly 1, and a product with 1 changes no bit.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _moved(p: Any, i: Any, u: Any) -> Any:
 @jit
 def _moments(i: Any, g: Any, old: Any, m: Any, v: Any, l2: Any, constants: Any) -> Any:
     """Write the moments of Adam and LAMB, and return them as they were before they were rounded."""
-    weight, from_x, b2, c2 = constants
-    x = widen(g[i], b2)
+    weight, from_x, b2, c2, scale = constants
+    x = widen(g[i], b2) * scale
     x = fma(old, l2, x) if l2 != 0 else x
     before = widen(m[i], b2)
     mean = fma(weight, x - before, x if from_x != 0 else before)
@@ -65,7 +66,7 @@ def _adam(mean: Any, square: Any, old: Any, p: Any, constants: Any) -> Any:
 
 @jit
 def adam(p: Any, g: Any, m: Any, v: Any, change: Any, begin: Any, end: Any, constants: Any) -> None:
-    means, rule, l2 = constants[:4], constants[4:9], constants[9]
+    means, rule, l2 = constants[:5], constants[5:10], constants[10]
     if change.size == 0:
         for i in range(place(begin), place(end)):
             old = widen(p[i], l2)
@@ -88,7 +89,7 @@ def adam(p: Any, g: Any, m: Any, v: Any, change: Any, begin: Any, end: Any, cons
 
 @jit
 def _direction(p: Any, mean: Any, square: Any, constants: Any) -> Any:
-    unbias, uncorrect, eps, weight_decay = constants[4:]
+    unbias, uncorrect, eps, weight_decay = constants[5:]
     u = mean * unbias / (math.sqrt(square) * uncorrect + eps)
     return u + p * weight_decay if weight_decay != 0 else u
 
@@ -116,7 +117,7 @@ def _lamb_moments(p: Any, g: Any, m: Any, v: Any, constants: Any, segments: Any,
             for at in range(first, last, _CHUNK):
                 stop = min(at + _CHUNK, last)
                 for i in range(place(at), place(stop)):
-                    _moments(i, g, p[i], m, v, zero, constants[:4])
+                    _moments(i, g, p[i], m, v, zero, constants[:5])
                 for i in range(place(at), place(stop)):
                     direction[i - place(first)] = _direction(p[i], m[i], v[i], constants)
             add_block(p[first:last], sums, rows[k, 0])
@@ -141,8 +142,8 @@ def _lamb_apply(
 
 @jit
 def _plain_sgd(i: Any, p: Any, g: Any, constants: Any) -> Any:
-    step, l2 = constants
-    x = widen(g[i], step)
+    step, l2, scale = constants
+    x = widen(g[i], step) * scale
     x = x + widen(p[i], step) * l2 if l2 != 0 else x
     return x * step
 
@@ -159,8 +160,8 @@ def plain_sgd(p: Any, g: Any, change: Any, begin: Any, end: Any, constants: Any)
 
 @jit
 def _sgd(i: Any, p: Any, g: Any, b: Any, constants: Any) -> Any:
-    step, momentum, nesterov, l2 = constants
-    x = widen(g[i], step)
+    step, momentum, nesterov, l2, scale = constants
+    x = widen(g[i], step) * scale
     x = x + widen(p[i], step) * l2 if l2 != 0 else x
     velocity = widen(b[i], step) * momentum + x
     b[i] = narrow(velocity, b)
@@ -179,8 +180,8 @@ def sgd(p: Any, g: Any, b: Any, change: Any, begin: Any, end: Any, constants: An
 
 @jit
 def _lion(i: Any, p: Any, g: Any, m: Any, constants: Any) -> Any:
-    b1, c1, b2, c2, step, decay = constants
-    x, mean = widen(g[i], step), widen(m[i], step)
+    b1, c1, b2, c2, step, decay, scale = constants
+    x, mean = widen(g[i], step) * scale, widen(m[i], step)
     towards = mean * b1 + x * c1
     nothing = (step - step) * step  # zero with the sign of the step, as in torch
     u = step if towards > 0 else (-step if towards < 0 else nothing)
@@ -200,8 +201,8 @@ def lion(p: Any, g: Any, m: Any, change: Any, begin: Any, end: Any, constants: A
 
 @jit
 def _adagrad(i: Any, p: Any, g: Any, s: Any, constants: Any) -> Any:
-    step, eps, l2 = constants
-    x = widen(g[i], step)
+    step, eps, l2, scale = constants
+    x = widen(g[i], step) * scale
     x = x + widen(p[i], step) * l2 if l2 != 0 else x
     squares = widen(s[i], step) + x * x
     s[i] = narrow(squares, s)
@@ -218,29 +219,34 @@ def adagrad(p: Any, g: Any, s: Any, change: Any, begin: Any, end: Any, constants
             p[i] = _moved(p, i, _adagrad(i, p, g, s, constants))
 
 
-def _moment_constants(c: Any) -> list[float]:
+def _moment_constants(c: Any, scale: float) -> list[float]:
     # torch.lerp goes from the nearer end: from the gradient where it has the larger weight.
     weight = 1.0 - c.b1
-    return [weight if weight < 0.5 else weight - 1.0, float(weight >= 0.5), c.b2, 1.0 - c.b2]
+    first = weight if weight < 0.5 else weight - 1.0
+    return [first, float(weight >= 0.5), c.b2, 1.0 - c.b2, scale]
 
 
-def _adam_constants(c: Any) -> list[float]:
+def _adam_constants(c: Any, scale: float) -> list[float]:
     rule = [-c.step_size, c.correction, c.eps, 1.0 - c.decay, float(c.decay != 0.0)]
-    return [*_moment_constants(c), *rule, c.l2]
+    return [*_moment_constants(c, scale), *rule, c.l2]
 
 
 def _lamb_constants(c: Any) -> list[float]:
-    return [*_moment_constants(c), 1.0 / c.bias, 1.0 / c.correction, c.eps, c.weight_decay]
+    return [*_moment_constants(c, 1.0), 1.0 / c.bias, 1.0 / c.correction, c.eps, c.weight_decay]
+
+
+def _lion_constants(c: Any, scale: float) -> list[float]:
+    return [c.b1, 1.0 - c.b1, c.b2, 1.0 - c.b2, -c.learning_rate, -c.decay, scale]
 
 
 # Each rule: its kernel, and its constants in the order of the kernel, as Python's doubles, which
 # the dtype of the kernel rounds.
-_RULES: dict[str, tuple[Any, Callable[[Any], list[float]]]] = {
+_RULES: dict[str, tuple[Any, Callable[[Any, float], list[float]]]] = {
     "adam": (adam, _adam_constants),
-    "lion": (lion, lambda c: [c.b1, 1.0 - c.b1, c.b2, 1.0 - c.b2, -c.learning_rate, -c.decay]),
-    "sgd": (sgd, lambda c: [-c.learning_rate, c.momentum, c.nesterov, c.l2]),
-    "plain_sgd": (plain_sgd, lambda c: [-c.learning_rate, c.l2]),
-    "adagrad": (adagrad, lambda c: [-c.learning_rate, c.eps, c.l2]),
+    "lion": (lion, _lion_constants),
+    "sgd": (sgd, lambda c, scale: [-c.learning_rate, c.momentum, c.nesterov, c.l2, scale]),
+    "plain_sgd": (plain_sgd, lambda c, scale: [-c.learning_rate, c.l2, scale]),
+    "adagrad": (adagrad, lambda c, scale: [-c.learning_rate, c.eps, c.l2, scale]),
 }
 
 
@@ -251,6 +257,7 @@ def step(
     moments: Sequence[Tensor],
     change: Tensor | None,
     constants: Any,
+    scale: float,
 ) -> bool:
     """Take a step of a rule; whether there is a kernel for such tensors."""
     if not _takes(param, *moments, *(() if change is None else (change,))):
@@ -259,7 +266,7 @@ def step(
     run, kind = entry(kernel), number(wide(param.dtype))
     arrays = [as_array(x) for x in (param, _readable(grad, wide(param.dtype)), *moments)]
     arrays.append(_target(param, change))
-    numbers = tuple(map(kind, in_order(constants)))
+    numbers = tuple(map(kind, in_order(constants, scale)))
     in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, numbers))
     torch.autograd.graph.increment_version([*moments, param if change is None else change])
     return True

@@ -58,6 +58,7 @@ def _working(
     change: Tensor | None,
     *,
     whole: bool = False,
+    scale: float = 1.0,
 ) -> Iterator[_WorkSpace]:
     """Yield the chunks of a step, and write back each after the caller has worked on it.
 
@@ -79,7 +80,10 @@ def _working(
             if m is not None
         ]
         old, u = p if p.dtype == dtype else wide_param[:numel].copy_(p), result[:numel]
-        yield _WorkSpace(old, wide_grad[:numel].copy_(g), tuple(held), u, spare[:numel])
+        x = wide_grad[:numel].copy_(g)
+        if scale != 1.0:
+            x.mul_(scale)
+        yield _WorkSpace(old, x, tuple(held), u, spare[:numel])
         for m, new in zip(ms, held, strict=True):
             if m is not None and m is not new:
                 m.copy_(new)
@@ -169,10 +173,12 @@ def step(
     moments: Sequence[Tensor],
     change: Tensor | None,
     constants: Any,
+    scale: float,
 ) -> None:
-    """Take a step of a rule, chunk by chunk."""
+    """Take a step of a rule, chunk by chunk; ``scale`` is a factor of the gradients."""
     whole = rule == "adam" and constants.decay != 0.0
-    _RULES[rule](_working(param, grad, moments, change, whole=whole), constants)
+    works = _working(param, grad, moments, change, whole=whole, scale=scale)
+    _RULES[rule](works, constants)
 
 
 def lamb_moments(

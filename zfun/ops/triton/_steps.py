@@ -14,9 +14,11 @@ from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, 
 
 
 @triton.jit
-def _start_step(param, grad, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr):
+def _start_step(
+    param, grad, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr
+):
     p = tl.load(param + i, mask=mask, other=0.0)
-    g = load_wide(grad, i, mask, BF16)
+    g = load_wide(grad, i, mask, BF16) * scale
     if L2:
         g = tl.fma(p, l2, g) if FMA else g + p * l2
     return p, g
@@ -32,13 +34,13 @@ def _end_step(param, change, new, delta, i, mask):
 
 @triton.jit
 def _adam(
-    param, grad, mu, nu, change, numel, weight, b2, rest2, step, eps, l2, keep, correction,
+    param, grad, mu, nu, change, numel, scale, weight, b2, rest2, step, eps, l2, keep, correction,
     TILE: tl.constexpr, NEAR: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
     BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, l2, i, mask, L2, True, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, scale, l2, i, mask, L2, True, BF16)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     v = tl.load(nu + i, mask=mask, other=0.0)
     m = tl.fma(g - m, weight, m if NEAR else g)
@@ -57,12 +59,12 @@ def _adam(
 
 @triton.jit
 def _sgd(
-    param, grad, velocity, change, numel, step, momentum, l2,
+    param, grad, velocity, change, numel, scale, step, momentum, l2,
     TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
     if velocity is not None:
         b = tl.load(velocity + i, mask=mask, other=0.0) * momentum + g
         tl.store(velocity + i, b, mask=mask)
@@ -76,12 +78,14 @@ def _sgd(
 
 @triton.jit
 def _lion(
-    param, grad, mu, change, numel, b1, rest1, b2, rest2, step, decay,
+    param, grad, mu, change, numel, scale, b1, rest1, b2, rest2, step, decay,
     TILE: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, 0.0, i, mask, False, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(
+        param, grad, scale, 0.0, i, mask, False, False, BF16,  # type: ignore[arg-type]
+    )  # fmt: skip
     m = tl.load(mu + i, mask=mask, other=0.0)
     towards = m * b1 + g * rest1
     u = tl.where(towards > 0, 1.0, tl.where(towards < 0, -1.0, 0.0)) * step
@@ -93,12 +97,12 @@ def _lion(
 
 @triton.jit
 def _adagrad(
-    param, grad, total, change, numel, step, eps, l2,
+    param, grad, total, change, numel, scale, step, eps, l2,
     TILE: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
-    p, g = _start_step(param, grad, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
+    p, g = _start_step(param, grad, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
     s = tl.load(total + i, mask=mask, other=0.0) + g * g
     tl.store(total + i, s, mask=mask)
     u = tl.div_rn(g, tl.sqrt_rn(s) + eps) * step
@@ -112,6 +116,7 @@ def step(
     moments: Sequence[Tensor],
     change: Tensor | None,
     constants: Any,
+    scale: float,
 ) -> bool:
     """Take a step of a rule; whether there is a kernel for the rule and these dtypes."""
     held = [param, *moments, *(() if change is None else (change,))]
@@ -129,6 +134,7 @@ def step(
             param.device,
             *pointers,
             numel,
+            scale,
             *numbers,
             TILE=TILE,
             BF16=is_bf16(grad),

@@ -1,0 +1,325 @@
+"""Pictures of ``benchmarks/results`` for the site: ``python docs/measured.py [directory]``.
+
+The tables of the results pages are the only source of numbers. The build draws the pictures anew,
+so a picture never shows a run that is no longer on its page.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results"
+# Okabe and Ito's palette, which stays distinct with any kind of colour vision.
+BLUE, SKY, ORANGE, GREY = "#0072B2", "#56B4E9", "#E69F00", "#8a8a8a"
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "svg.hashsalt": "zfun",
+    "text.color": "#222222",
+}
+Row = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One run on a results page.
+
+    Attributes:
+        title: the heading.
+        setup: the first paragraph, with the machine, the versions and the commit.
+        tables: each a list of rows, by the heads of the columns; the head of the names is ``""``.
+        origin: the section that names the machine, where this one says "the same machine".
+    """
+
+    title: str
+    setup: str
+    tables: list[list[Row]]
+    origin: Section | None = None
+
+    @property
+    def name(self) -> str:
+        """The title, without what all runs have in common."""
+        return self.title.replace(", fp32, 2 ranks", "")
+
+
+def sections(page: str) -> dict[str, Section]:
+    """Read a results page."""
+    _, *parts = re.split(
+        r"^## ", (RESULTS / page).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    found: dict[str, Section] = {}
+    origin = None
+    for part in parts:
+        title, _, body = part.partition("\n")
+        blocks = body.strip().split("\n\n")
+        tables = [
+            rows_of(block) for block in blocks if block.startswith(("| ", "```text\n"))
+        ]
+        section = Section(title, " ".join(blocks[0].split()), tables)
+        if re.match("(The same|That) machine", section.setup):
+            section = replace(section, origin=origin)
+        else:
+            origin = section
+        found[title] = section
+    return found
+
+
+def rows_of(block: str) -> list[Row]:
+    """Read a table of Markdown, or one of columns that two spaces part."""
+    if block.startswith("```"):
+        lines = [re.split(r" {2,}", line) for line in block.splitlines()[1:-1]]
+        head, *body = lines
+    else:
+        cells = [
+            [cell.strip() for cell in line.strip().removesuffix("|")[1:].split("|")]
+            for line in block.splitlines()
+        ]
+        head, _, *body = cells
+    return [dict(zip(["", *head[1:]], row, strict=True)) for row in body]
+
+
+def number(cell: str) -> float:
+    """Read the first number of a cell, as of ``1,359``, ``0.97 / 0.98`` and ``2.00 P``."""
+    found = re.match(r"[\d,]+(\.\d+)?", cell)
+    if found is None:
+        raise ValueError(f"a cell of a picture starts with a number; got {cell!r}")
+    return float(found[0].replace(",", ""))
+
+
+def column(rows: Sequence[Row], head: str) -> dict[str, float]:
+    """The numbers of a column by name, without the cells that have none."""
+    return {row[""]: number(row[head]) for row in rows if re.match(r"\d", row[head])}
+
+
+def colour_of(name: str) -> str:
+    if name.startswith(("zfun", "store", "one rank", "two ranks")):
+        return BLUE
+    return {"fsdp2": ORANGE, "ddp": SKY}.get(name.partition(",")[0], GREY)
+
+
+def bars(
+    axes: Axes, values: dict[str, float], title: str, form: str = "{:,.0f}"
+) -> None:
+    """Draw one bar for each name, with its number at the end."""
+    axes.barh(
+        list(values),
+        list(values.values()),
+        0.66,
+        color=[colour_of(name) for name in values],
+    )
+    for name, value in values.items():
+        axes.annotate(
+            form.format(value),
+            (value, name),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+    axes.margins(y=0.02)
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+    axes.set_xlim(0, 1.18 * max(values.values()))
+    axes.set_xticks([])
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def canvas(height: float) -> Figure:
+    figure = Figure(figsize=(10, height), facecolor="white", layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure
+
+
+def signed(figure: Figure, *runs: Section) -> Figure:
+    """Write below a picture where its numbers were measured."""
+    origins = [run.origin for run in runs if run.origin and run.origin not in runs]
+    lines = [
+        line
+        for run in (*origins[:1], *runs)
+        for line in textwrap.wrap(f"{run.title}: {run.setup}", 165)
+    ]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
+    return figure
+
+
+def step() -> Figure:
+    """Draw the time of a step beside DDP and FSDP2."""
+    runs = [
+        sections("step.md")[title]
+        for title in (
+            "small, fp32, 2 ranks, shared memory",
+            "small, fp32, 2 ranks, gloo",
+            "medium, fp32, 2 ranks, shared memory",
+        )
+    ]
+    figure = canvas(3.9)
+    for axes, run in zip(figure.subplots(1, 3), runs, strict=True):
+        bars(axes, column(run.tables[0], "ms"), f"{run.name}\nms")
+    return signed(figure, *runs)
+
+
+def memory() -> Figure:
+    """Draw the memory of a step and of an init beside DDP and FSDP2."""
+    steps = sections("step.md")
+    runs = [
+        steps["small, fp32, 2 ranks, gloo"],
+        steps["medium, fp32, 2 ranks, shared memory"],
+        sections("init.md")["Peak of an init"],
+    ]
+    figure = canvas(4.6)
+    for axes, run in zip(
+        figure.subplots(1, 3, width_ratios=(1, 1, 1.2)), runs, strict=True
+    ):
+        bars(axes, column(run.tables[0], "peak MB"), f"{run.name}\npeak, MB")
+    return signed(figure, *runs)
+
+
+def traffic() -> Figure:
+    """Draw the bytes sent by a rank against the number of ranks, and those of two ranks."""
+    run = sections("step.md")["small, fp32, 2 ranks, gloo"]
+    figure = canvas(3.6)
+    lines, measured = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    sizes = range(1, 17)
+    for name, passes, colour in (
+        ("stage 3", 3, BLUE),
+        ("data parallel, stages 1 and 2", 2, SKY),
+    ):
+        lines.plot(sizes, [passes * (n - 1) / n for n in sizes], color=colour)
+        lines.text(16, passes * 15 / 16 + 0.07, name, ha="right", color=colour)
+    # The table counts the bytes of both ranks.
+    each = {
+        name: wire / 2 for name, wire in column(run.tables[0], "wire").items() if wire
+    }
+    for name in ("zfun-1", "zfun-3"):
+        lines.plot(2, each[name], "o", color="#222222", zorder=3)
+    lines.set_xticks([1, 2, 4, 8, 16])
+    lines.set_ylim(0, 3.2)
+    lines.set_xlabel("ranks")
+    lines.set_title(
+        "sent by a rank, in units of P: formula, and measured points",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+    lines.spines[["top", "right"]].set_visible(False)
+    bars(measured, each, f"{run.name}\nsent by a rank, in units of P", "{:.2f}")
+    return signed(figure, run)
+
+
+def stores() -> Figure:
+    """Draw the transfers of the disk store, of checkpoints and of an object store."""
+    disk = sections("io.md")["Direct transfers, memory used before"]
+    saved = sections("checkpoint.md")["Two cores and a virtual disk"]
+    figure = canvas(4.8)
+    for panels, run, heads in zip(
+        figure.subplots(2, 2, sharey="row"),
+        (disk, saved),
+        (("write GB/s", "read GB/s"), ("save GB/s", "load GB/s")),
+        strict=True,
+    ):
+        for axes, head in zip(panels, heads, strict=True):
+            bars(axes, column(run.tables[0], head), head, "{:.2f}")
+    return signed(figure, disk, saved)
+
+
+def kernels() -> Figure:
+    """Draw how near the optimizers' kernels come to the speed of memory."""
+    run = sections("kernels.md")["Steps of optimizers, 32M parameters"]
+    ours = column(run.tables[0], "of limit")
+    best = {
+        row[""]: float(found[1])
+        for row in run.tables[0]
+        if (found := re.search(r", ([\d.]+)", row["torch's best form, of limit"]))
+    }
+    figure = canvas(3.9)
+    axes = figure.subplots()
+    for y, name in enumerate(ours):
+        axes.barh(y - 0.18, ours[name], 0.34, color=BLUE)
+        if name in best:
+            axes.barh(y + 0.18, best[name], 0.34, color=GREY)
+    axes.axvline(1, color="#222222", linewidth=1)
+    axes.set_yticks(range(len(ours)), list(ours))
+    axes.invert_yaxis()
+    axes.set_title(
+        "speed, of the limit of memory, one thread: zfun (blue), torch's best form (grey)",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    head = (RESULTS / "kernels.md").read_text(encoding="utf-8").split("\n\n")[1]
+    return signed(figure, Section(run.title, " ".join(head.split()), []))
+
+
+def host() -> Figure:
+    """Draw the time of Python in a step of a large model, beside FSDP2."""
+    run = sections("host.md")["Llama 3 8B, 8 ranks"]
+    figure = canvas(2.7)
+    bars(
+        figure.subplots(), column(run.tables[0], "median ms"), "host time, ms", "{:.1f}"
+    )
+    return signed(figure, run)
+
+
+def forecast() -> Figure:
+    """Draw measured steps between the bounds of their forecasts."""
+    run = sections("forecast.md")["demo, fp32, 2 ranks, shared memory, both bounds"]
+    measured, least, most = (
+        column(run.tables[0], head)
+        for head in ("measured, ms", "at least, ms", "at most, ms")
+    )
+    figure = canvas(2.7)
+    axes = figure.subplots()
+    for y, name in enumerate(measured):
+        axes.barh(y, most[name] - least[name], 0.3, least[name], color=SKY)
+        axes.plot(measured[name], y, "o", color=BLUE)
+    axes.set_yticks(range(len(measured)), list(measured))
+    axes.set_ylim(len(measured) - 0.5, -0.5)
+    axes.set_xlim(0, None)
+    axes.set_title(
+        "ms: the forecast's bounds, and the measured step",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    return signed(figure, run)
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "step": step,
+    "memory": memory,
+    "traffic": traffic,
+    "stores": stores,
+    "kernels": kernels,
+    "host": host,
+    "forecast": forecast,
+}
+
+
+def draw(directory: Path) -> list[Path]:
+    """Draw every picture into a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.svg" for name in PICTURES]
+    with mpl.rc_context(STYLE):
+        for path, make in zip(paths, PICTURES.values(), strict=True):
+            make().savefig(path, metadata={"Date": None}, facecolor="white")
+    return paths
+
+
+if __name__ == "__main__":
+    for written in draw(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "pictures"):
+        print(written)
