@@ -81,8 +81,9 @@ lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyrefly check
-	$(BIN)/mypy examples
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m tools.pages programs build/programs
+	$(BIN)/mypy examples build/programs
+	$(BIN)/pyright --pythonpath $(BIN)/python examples build/programs
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)

@@ -230,6 +230,9 @@ _ = figures.timeline(
 # Whole state stays constant. Lines show the formulae for this model, points the
 # measurements on 1 to 16 simulated ranks. The points lie slightly above the lines because of
 # padding: each rank's piece of a bucket is a multiple of 32 elements.
+#
+# For a paper, `figures.export(_, "scaling")` after this cell writes the figure as `scaling.svg` and
+# `scaling.pdf`. Every figure of the notebooks, and every `draw()` of zfun, can be exported so.
 
 # %%
 sizes = [1, 2, 4, 8, 16]

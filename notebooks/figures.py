@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
@@ -16,6 +17,28 @@ PARTS = {"params": "#0072B2", "grads": "#E69F00", "optimizer": "#009E73"}
 KINDS = {"all_gather": "#56B4E9", "reduce_scatter": "#D55E00", "all_reduce": "#CC79A7"}
 INK, FAINT = "#222222", "#8a8a8a"
 KB = 1024
+# TrueType letters, which publishers take, and the same bytes in each run.
+FOR_PAPERS = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "zfun"}
+
+
+def export(figure: Figure, path: str | Path) -> list[Path]:
+    """Write a figure for a paper, as ``path.svg`` and ``path.pdf``.
+
+    Letters stay text, which a paper's index and its readers can find and copy.
+
+    Args:
+        figure: of this module, or of a ``draw`` of zfun.
+        path: of the files, without an ending.
+
+    Returns:
+        The paths of the two files.
+    """
+    written = [Path(f"{path}.{ending}") for ending in ("svg", "pdf")]
+    with plt.rc_context(FOR_PAPERS):
+        for file in written:
+            dates = {"Date": None} if file.suffix == ".svg" else {"CreationDate": None}
+            figure.savefig(file, bbox_inches="tight", metadata=dates)
+    return written
 
 
 def memory_and_traffic(rows: Mapping[str, Any]) -> Figure:
@@ -155,7 +178,12 @@ def against_ranks(
     for (name, (sizes, held)), colour in zip(curves.items(), colours, strict=False):
         axes.plot(sizes, held, color=colour, linewidth=2)
         axes.plot(
-            *points[name], "o", color=colour, markersize=6.5, markeredgecolor="white"
+            *points[name],
+            "o",
+            color=colour,
+            markersize=6.5,
+            markeredgecolor="white",
+            clip_on=False,
         )
         axes.annotate(
             name,
@@ -170,7 +198,10 @@ def against_ranks(
     last = round(math.log2(max(max(sizes) for sizes, _ in curves.values())))
     ticks = [2**i for i in range(0, last + 1, 1 if last < 7 else 2)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    # The axes end at the last size, so that neither grid nor axis crosses a curve's name.
+    axes.set_xlim(0.85, max(max(sizes) for sizes, _ in curves.values()))
     axes.set_ylim(0)
+    axes.tick_params(axis="x", pad=8)  # below a point on the axis
     axes.set_xlabel("ranks", color=INK)
     dress(
         axes, f"training state of each rank, bytes per parameter (points: {made})", "y"
@@ -285,7 +316,7 @@ def bytes_by_size(
     colours = (PARTS["params"], KINDS["reduce_scatter"])
     for colour, (name, counts) in zip(colours, measured.items(), strict=False):
         heights = [count / KB for count in counts]
-        axes.plot(sizes, heights, "o-", color=colour, linewidth=2)
+        axes.plot(sizes, heights, "o-", color=colour, linewidth=2, clip_on=False)
         axes.annotate(
             name,
             (sizes[-1], heights[-1]),
@@ -294,9 +325,11 @@ def bytes_by_size(
             va="center",
             color=colour,
         )
+    axes.set_xlim(sizes[0] - 0.25, sizes[-1])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks", color=INK)
     dress(axes, "sent by a rank in a step, KiB", "y")
+    axes.tick_params(axis="x", pad=8)  # below a point on the axis
     return figure
 
 
@@ -433,27 +466,23 @@ def efficiency(
     return figure
 
 
+RUNS = ["#222222", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7"]
+
+
+def running_means(values: Sequence[float], length: int) -> list[float]:
+    """Return the mean of the last ``length`` values at each place."""
+    windows = [values[max(0, end - length) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]
+
+
 def losses(
     curves: Mapping[str, Sequence[float]], smooth: int = 10, *, log: bool = False
 ) -> Figure:
     """Draw the losses of runs, each the mean of the last ``smooth`` steps; in a log scale."""
     figure, axes = plt.subplots(figsize=(8.6, 4.1))
     figure.subplots_adjust(left=0.08, right=0.7, top=0.88, bottom=0.13)
-    colours = [
-        "#222222",
-        "#0072B2",
-        "#56B4E9",
-        "#D55E00",
-        "#E69F00",
-        "#009E73",
-        "#CC79A7",
-    ]
-    for (name, values), colour in zip(curves.items(), colours, strict=False):
-        means = [
-            sum(values[max(0, i - smooth + 1) : i + 1]) / min(i + 1, smooth)
-            for i in range(len(values))
-        ]
-        axes.plot(means, color=colour, linewidth=2, label=name)
+    for (name, values), colour in zip(curves.items(), RUNS, strict=False):
+        axes.plot(running_means(values, smooth), color=colour, linewidth=2, label=name)
     axes.set_xlabel("step", color=INK)
     if log:
         axes.set_yscale("log")
@@ -462,14 +491,58 @@ def losses(
     return figure
 
 
+def differences(
+    curves: Mapping[str, Sequence[float]], exact: str, smooth: int = 10
+) -> Figure:
+    """Draw the loss of one run, and below by how much the losses of the others are higher.
+
+    Args:
+        curves: by name, the losses of each run.
+        exact: name of the run that the others are compared with.
+        smooth: number of steps whose mean is drawn.
+    """
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8.6, 6.2), sharex=True, height_ratios=(1, 2)
+    )
+    figure.subplots_adjust(left=0.09, right=0.7, top=0.93, bottom=0.09, hspace=0.22)
+    below.axhline(0, color=INK, linewidth=0.8)
+    for place, (name, values) in enumerate(curves.items()):
+        if name == exact:
+            above.plot(running_means(values, smooth), color=INK, linewidth=2)
+            continue
+        gaps = [one - other for one, other in zip(values, curves[exact], strict=True)]
+        # A curve shows under those that follow because it is wider.
+        below.plot(
+            running_means(gaps, smooth),
+            color=RUNS[place],
+            linewidth=1.5 + 0.7 * (len(curves) - place),
+            label=name,
+        )
+    # Straight below a hundredth, so that small differences show beside large ones.
+    below.set_yscale("symlog", linthresh=0.01)
+    ticks = [-0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1, 0.3]
+    below.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    below.minorticks_off()
+    below.set_xlabel("step", color=INK)
+    below.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    dress(above, f"loss of the {exact} run, mean of {smooth} steps", "y")
+    dress(below, f"loss beyond the {exact} run, mean of {smooth} steps", "y")
+    return figure
+
+
 def scatter(points: Sequence[Sequence[float]], title: str) -> Figure:
     """Draw points of the plane, and the unit circle."""
-    figure, axes = plt.subplots(figsize=(4.4, 4.4))
-    axes.add_patch(plt.Circle((0, 0), 1, fill=False, color=FAINT, linewidth=1.5))
-    axes.scatter(*zip(*points, strict=True), s=8, color="#0072B2", alpha=0.5)
+    figure, axes = plt.subplots(figsize=(5.2, 5.2))
+    figure.subplots_adjust(left=0.11, right=0.97, top=0.92, bottom=0.07)
+    axes.scatter(*zip(*points, strict=True), s=10, color="#0072B2", alpha=0.5)
+    axes.add_patch(
+        plt.Circle((0, 0), 1, fill=False, color="#D55E00", linewidth=2, zorder=3)
+    )
+    # No point is cut off, however far out.
+    limit = 1.05 * max(1.0, *(abs(x) for point in points for x in point))
     axes.set_aspect("equal")
-    axes.set_xlim(-1.6, 1.6)
-    axes.set_ylim(-1.6, 1.6)
+    axes.set_xlim(-limit, limit)
+    axes.set_ylim(-limit, limit)
     dress(axes, title, None)
     return figure
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import functools
 import importlib
 import inspect
@@ -22,10 +21,11 @@ from typing import Any
 import pytest
 
 import zfun
+from tools import pages
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("[!_]*/*.md"))]
+PAGES = pages.PAGES
 PUBLIC = [
     "zfun",
     "zfun.errors",
@@ -49,7 +49,7 @@ PUBLIC = [
 # Pages that run as a program: the package that they need, and the number of ranks.
 AS_PROGRAMS = {"from-fsdp.md": ("torch", 2), "lightning.md": ("lightning", 1)}
 # The one line that differs in the scripts of from-deepspeed.md, before and after.
-DEEPSPEED, FACADE = "import deepspeed", "import zfun.interop.deepspeed as deepspeed"
+DEEPSPEED, FACADE = pages.DEEPSPEED, "import zfun.interop.deepspeed as deepspeed"
 # Functions whose example would be too long for a docstring. A page of docs/ or a test has one.
 WITHOUT_EXAMPLE = {"zfun.collectives.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
 
@@ -182,9 +182,8 @@ def test_code_on_a_page_is_a_program(name: str, tmp_path: Path) -> None:
     """Run the blocks in a process, because the code changes settings of its process."""
     package, size = AS_PROGRAMS[name]
     pytest.importorskip(package)
-    text = (DOCS / "migrate" / name).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
+    blocks = pages.blocks(DOCS / "migrate" / name)
+    (tmp_path / "page.py").write_text("\n".join(b.code for b in blocks), encoding="utf-8")
     run_script(tmp_path / "page.py", size)
 
 
@@ -196,25 +195,41 @@ def test_code_on_a_page_is_a_program(name: str, tmp_path: Path) -> None:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_code_on_a_page_runs(page: Path) -> None:
-    """Run python blocks one after the other in one namespace, and pycon blocks as doctests."""
-    namespace: dict[str, Any] = {"__name__": page.stem}
-    text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"^```(python|pycon)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        kind, code = match.groups()
-        line = text.count("\n", 0, match.start(2))
-        if code.startswith(f"{DEEPSPEED}\n"):
-            continue  # The test below runs this block where DeepSpeed is.
-        if kind == "python":
-            # As a user pastes it, without this file's annotations in the future.
-            pasted = compile("\n" * line + code, str(page), "exec", dont_inherit=True)
-            exec(pasted, namespace)
-            continue
-        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-        runner.run(
-            doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line),
-            clear_globs=False,
-        )
-        assert runner.failures == 0, f"{page.name}, line {line}"
+    """``make docs`` runs the cells, and ``python -m tools.pages paste`` runs both."""
+    pages.paste(page, {"__name__": page.stem}, cells=False)
+
+
+def test_a_page_that_fails_is_named(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", encoding="utf-8")
+    assert [block.line for block in pages.blocks(page)] == [1, 5]
+    with pytest.raises(AssertionError) as found:
+        pages.paste(page, {})
+    assert str(found.traceback[-1].path) == str(page)
+    assert found.traceback[-1].lineno == 5  # counted from 0
+
+
+@pytest.mark.parametrize(
+    ("code", "whole"),
+    [
+        ("import zfun as zf\nzf.shard(len([x for x in 'ab']))", True),
+        ("from zfun import shard\ndef f(x): return shard(x)\nclass A: y = f", True),
+        ("import zfun as zf\ndef f(): return zf.shard(params)", False),
+        ("import zfun as zf\nstate", False),
+        ("import torch\ntorch.ones(2)", False),
+    ],
+)
+def test_a_whole_program_uses_no_name_of_another_block(code: str, whole: bool) -> None:
+    assert pages.is_whole(code) is whole
+
+
+def test_programs_have_the_lines_of_their_page(tmp_path: Path) -> None:
+    pages.write_programs(tmp_path)
+    first = (DOCS / "start.md").read_text(encoding="utf-8").split("\n")
+    (program,) = tmp_path.glob("docs_start_*.py")
+    lines = program.read_text(encoding="utf-8").rstrip().split("\n")
+    assert lines[-1] == first[len(lines) - 1] != ""
+    assert len(list(tmp_path.iterdir())) >= 50
 
 
 @pytest.mark.slow
@@ -266,7 +281,7 @@ NOTEBOOKS = {
     "05_compression": "stages 1, 2 and 3 with 8-bit gradients: parameters equal",
     "06_property_tests": "the repaired transform agrees with plain autograd",
     "07_loops": "EMA: stages 0 to 3 equal to the last bit",
-    "08_fine_tune": "resumed at stage 3: 20 losses equal to the last bit",
+    "08_fine_tune": "resumed at stage 3: 60 losses equal to the last bit",
     "09_own_strategy": "equal to plain autograd on 1, 2, 3 and 4 ranks",
     "10_axes": "six meshes, one loss",
 }
@@ -332,6 +347,17 @@ def test_pictures_are_drawn_and_used(tmp_path: Path) -> None:
     assert drawn == sorted(path.name for path in (DOCS / "_static").glob("*.svg"))
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in drawn if f"_static/{name}" not in text] == []
+
+
+def test_a_figure_exports_as_text_in_svg_and_pdf(tmp_path: Path) -> None:
+    figures = runpy.run_path(str(ROOT / "notebooks" / "figures.py"))
+    figure = figures["losses"]({"a run": [3.0, 2.0]})
+    written = figures["export"](figure, tmp_path / "one")
+    assert [path.name for path in written] == ["one.svg", "one.pdf"]
+    assert ">a run</text>" in written[0].read_text(encoding="utf-8")
+    pdf = written[1].read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert b"/FontFile2" in pdf  # TrueType, whose letters a reader can find and copy
 
 
 MEASURED = "benchmarks/results"
