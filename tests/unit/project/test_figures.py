@@ -34,7 +34,7 @@ def test_the_command_prints_every_figure() -> None:
         check=True,
     )
     assert "lines in all / of code" in found.stdout
-    assert "zfun/collectives/_functional.py 4" in found.stdout
+    assert "zfun/planner/plans/_plan.py 4" in found.stdout
 
 
 def test_lines_of_code_are_no_docstrings_comments_or_blanks() -> None:

@@ -78,10 +78,10 @@ def step_code(rule: str, num_moments: int, num_constants: int, grads: Any) -> st
 @pytest.mark.parametrize(
     ("rule", "num_moments", "num_constants", "work"),
     [
-        ("adam", 2, 10, "root divide fuse"),
-        ("adagrad", 1, 3, "root divide add"),
-        ("sgd", 1, 4, "multiply add"),
-        ("lion", 1, 6, "multiply add"),
+        ("adam", 2, 11, "root divide fuse"),
+        ("adagrad", 1, 4, "root divide add"),
+        ("sgd", 1, 5, "multiply add"),
+        ("lion", 1, 7, "multiply add"),
     ],
 )
 @pytest.mark.parametrize("grads", [WIDE, NARROW], ids=["float32", "bfloat16"])
