@@ -371,22 +371,38 @@ def test_stages_that_differ_in_what_is_trained_or_captured_are_not_folded_into_o
     same_folded(lambda mesh: five_stages(mesh, again), batch)
 
 
-def alike_stages(fold: bool, **options: Any) -> Plan:
-    """Plan seven stages of one function, except the last."""
-    inner = lambda p, x: torch.tanh(x @ p["w"])
-    last = lambda p, x: (x @ p["w"]).square().mean()
+@dataclass(frozen=True)
+class Alike:
+    """Stages of one function, except the last."""
 
-    def make(mesh: Any) -> Any:
-        loss = zf.pipeline([*[inner] * 6, last], mesh["pp"], num_micro_batches=8)
-        return zf.zero(3, loss, zf.optim.adamw(0.1), mesh["dp"])
+    stage: int = 3
+    num_stages: int = 7
+    num_micro_batches: int = 8
+    schedule: str = "1f1b"
+    is_recomputed: bool = False
+    bucket_bytes: int = 2**20
 
-    params = [{"w": torch.empty(32, 32, device="meta")} for _ in range(7)]
-    sizes = {"pp": 7, "dp": 2}
-    return zf.plan(make, params, torch.empty(16, 32), mesh=sizes, fold=fold, **options)
+    def plan(self, *, fold: bool, **options: Any) -> Plan:
+        inner = lambda p, x: torch.tanh(torch.tanh(x @ p["w"]) @ p["v"])
+        inner = zf.remat(inner) if self.is_recomputed else inner
+        last = lambda p, x: (x @ p["w"] @ p["v"]).square().mean()
+
+        def make(mesh: Any) -> Any:
+            stages = [*[inner] * (self.num_stages - 1), last]
+            count = self.num_micro_batches
+            loss = zf.pipeline(stages, mesh["pp"], self.schedule, num_micro_batches=count)
+            rule = zf.optim.adamw(0.1)
+            return zf.zero(self.stage, loss, rule, mesh["dp"], bucket_bytes=self.bucket_bytes)
+
+        square = lambda: torch.empty(32, 32, device="meta")
+        params = [{"w": square(), "v": square()} for _ in range(self.num_stages)]
+        batch = torch.empty(2 * self.num_micro_batches, 32)
+        sizes = {"pp": self.num_stages, "dp": 2}
+        return zf.plan(make, params, batch, mesh=sizes, fold=fold, **options)
 
 
 def test_of_stages_that_are_alike_one_is_run_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = alike_stages(fold=False).stages
+    stages = Alike().plan(fold=False).stages
     ended: list[int] = []
     plan_of = Observer.plan
 
@@ -395,7 +411,7 @@ def test_of_stages_that_are_alike_one_is_run_to_the_end(monkeypatch: pytest.Monk
         return plan_of(self, state)
 
     monkeypatch.setattr(Observer, "plan", observed)
-    folded = alike_stages(fold=True).stages
+    folded = Alike().plan(fold=True).stages
     # The last one of the inner stages runs as well, because cotangents of others come from it.
     assert sorted(ended) == [0, 4, 5, 6]
     for one, other in zip(folded, stages, strict=True):
@@ -403,9 +419,38 @@ def test_of_stages_that_are_alike_one_is_run_to_the_end(monkeypatch: pytest.Monk
 
 
 def test_a_plan_of_an_accelerator_counts_no_memory_of_leaves_on_other_ranks() -> None:
-    plan = alike_stages(fold=True, device="meta")
+    plan = Alike().plan(fold=True, device="meta")
     assert plan.steady.device.work == 0
-    assert plan.steady.device == alike_stages(fold=True).steady.device
+    assert plan.steady.device == Alike().plan(fold=True).steady.device
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(3))
+@given(
+    alike=st.builds(
+        Alike,
+        stage=st.sampled_from([0, 1, 2, 3]),
+        num_stages=st.integers(3, 8),
+        num_micro_batches=st.integers(1, 10),
+        schedule=st.sampled_from(["1f1b", "gpipe", "zero_bubble"]),
+        is_recomputed=st.booleans(),
+        bucket_bytes=st.sampled_from([1, 2**20]),
+    )
+)
+def test_any_plan_of_stages_that_are_alike_is_that_of_each_stage(alike: Alike) -> None:
+    folded, whole = alike.plan(fold=True), alike.plan(fold=False)
+    for one, other in zip(folded.stages, whole.stages, strict=True):
+        assert one == other
+    assert folded == whole
+
+
+def test_a_plan_along_an_axis_of_one_rank_needs_no_numbers() -> None:
+    case = Case(sizes(pp=2, tp=2), stage=1, num_micro_batches=2)
+    group = zf.collectives.abstract_group(4, 0)
+    plan = zf.plan(
+        case.recipe, case.params(), case.batch(), group, mesh=case.sizes, steps=1, device="meta"
+    )
+    assert plan.bytes_sent() == case.plan(0, 1).bytes_sent()
 
 
 def test_micro_batches_of_several_forms_are_not_folded() -> None:
