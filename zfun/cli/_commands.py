@@ -81,7 +81,8 @@ def add_to(commands: Any) -> None:
     add_count(plan, "--rows", 1, "sequences in the batch of a rank")
     add_count(plan, "--length", 1024, "tokens in a sequence")
     words = "plan one composition over the axes of a mesh, such as pp=8,dp=16,tp=8: the last varies"
-    words += " fastest; of pp, dp, sp and tp, of which one may be -1"
+    words += " fastest; of pp, dp, sp and tp, of which one may be -1; auto plans every mesh, with"
+    words += " ROWS sequences of each rank, and takes the fastest that fits"
     plan.add_argument("--mesh", type=mesh_sizes, metavar="SIZES", help=words)
     words = "with --mesh: micro-batches of a step (default: one for each row in a pipeline, else 1)"
     plan.add_argument("--micro-batches", type=positive, metavar="N", help=words)
@@ -168,13 +169,24 @@ def _plan(args: argparse.Namespace) -> int:
     import torch
 
     precision = torch.bfloat16 if args.dtype == "bf16" else None
+    if not args.mesh:
+        return demo.mesh_search(
+            args.hf,
+            machine,
+            ranks=args.ranks,
+            stage=args.stage,
+            micro_batches=args.micro_batches,
+            precision=precision,
+            rows=args.rows,
+            length=args.length,
+        )
     return demo.mesh_plan(
         args.hf,
         machine,
         ranks=args.ranks,
         choice=demo.MeshChoice(
             args.mesh,
-            args.stage or 0 if args.stage is not None else 1,
+            1 if args.stage is None else args.stage,
             args.micro_batches,
             args.recomputed,
             precision,

@@ -62,13 +62,15 @@ def size(text: str) -> int:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Return the size of each axis of a mesh.
+    """Return the size of each axis of a mesh; none for ``auto``.
 
     Example:
-        >>> mesh_sizes("pp=2, dp=-1")
-        {'pp': 2, 'dp': -1}
+        >>> mesh_sizes("pp=2, dp=-1"), mesh_sizes("auto")
+        ({'pp': 2, 'dp': -1}, {})
     """
     found: dict[str, int] = {}
+    if text == "auto":
+        return found
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
         if name in found or re.fullmatch(r"-1|[1-9]\d*", number) is None:

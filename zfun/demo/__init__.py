@@ -3,6 +3,7 @@
 from zfun.demo._hw_bench import hw_bench, measure_hardware
 from zfun.demo._io_bench import io_bench
 from zfun.demo._mesh_plan import MeshChoice, mesh_plan
+from zfun.demo._mesh_search import mesh_search
 from zfun.demo._plan import machine_of, plan
 from zfun.demo._run import run
 
@@ -13,6 +14,7 @@ __all__ = [
     "machine_of",
     "measure_hardware",
     "mesh_plan",
+    "mesh_search",
     "plan",
     "run",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,12 @@ def mesh_plan(
     found = planned_mesh(module, ranks, choice, rows, length)
     sizes = ", ".join(f"{name}={size}" for name, size in found.mesh)
     print(f"{path}: {ranks} ranks ({sizes}), {rows} x {length} tokens on each data rank\n")
-    print(found)
-    stages = found.stages or (found,)
+    return print_mesh(found, found.stages or (found,), machine)
+
+
+def print_mesh(first: Plan, stages: Sequence[Plan], machine: Hardware) -> int:
+    """Print the plan of a rank, and a row for each stage; return 0 if all fit, else 1."""
+    print(first)
     if len(stages) > 1 or math.isfinite(machine.flops_per_s):
         print(f"\n{in_columns(_rows_of(stages, machine))}")
     return int(any(plan.excess(machine) for plan in stages))
@@ -131,7 +135,7 @@ def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length:
     )
 
 
-def _rows_of(stages: tuple[Plan, ...], machine: Hardware) -> list[tuple[str, ...]]:
+def _rows_of(stages: Sequence[Plan], machine: Hardware) -> list[tuple[str, ...]]:
     has_times = math.isfinite(machine.flops_per_s)
     times = ("at least, s", "at most, s") if has_times else ()
     rows: list[tuple[str, ...]] = [

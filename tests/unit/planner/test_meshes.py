@@ -328,6 +328,43 @@ def test_the_command_plans_a_mesh_of_a_model_of_hugging_face(
         cli.main([*given, "--mesh", "dp=8,dp=8"])
 
 
+@pytest.mark.slow
+def test_the_command_takes_the_fastest_mesh_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    widths = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 128}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    transformers.LlamaConfig(**widths, **counts).save_pretrained(tmp_path)
+    rates, config = tmp_path / "rates.json", tmp_path / "config.json"
+    # One link, and nothing but matrix products and bytes sent takes time.
+    zf.planner.Hardware(flops_per_s=1e9, network=1e6).save(rates)
+    given = ["plan", "--hf", str(config), "--ranks", "2", "--length", "16", "--mesh", "auto"]
+    assert cli.main([*given, "--hardware", str(rates)]) == 0
+    printed = capsys.readouterr().out
+    table, best = printed.split("\n\n")[1:3]
+    rows = [line.rsplit(maxsplit=6) for line in table.splitlines()[1:]]
+    names = ["pp=2, dp=1, ZeRO-1", "dp=1, tp=2, ZeRO-1", "dp=1, tp=2, ZeRO-3"]
+    names += ["dp=2, ZeRO-1", "dp=2, ZeRO-3"]
+    assert sorted(line.split("  ")[0] for line in table.splitlines()[1:]) == sorted(names)
+    times = [float(row[-2]) for row in rows]
+    assert times == sorted(times)
+    first = table.splitlines()[1].split("  ")[0]
+    assert best.startswith(f"{first}\nis the fastest of 5 that fit")
+    # A batch of one row from each rank: each choice takes the time of its own plan.
+    sizes, stage = first.rsplit(", ZeRO-", 1)
+    alone = [*given[:-1], sizes.replace(" ", ""), "--stage", stage, "--hardware", str(rates)]
+    rows_of_batch = 1 if "dp=2" in sizes else 2
+    assert cli.main([*alone, "--rows", str(rows_of_batch)]) == 0
+    last = capsys.readouterr().out.strip().splitlines()
+    slowest = max(float(line.split()[-1]) for line in last[-2:] if line[0].isdigit())
+    assert slowest == times[0]
+    assert cli.main([*given, "--hardware", str(rates), "--device-memory", "1KB"]) == 1
+    assert "no mesh fits" in capsys.readouterr().out
+    assert cli.main(given) == 2
+    assert "pass --hardware" in capsys.readouterr().err
+
+
 STAGES = [{"w": torch.empty(8, 8, device="meta")} for _ in range(5)]
 
 
