@@ -267,9 +267,11 @@ def test_links_to_files_exist(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)#\s]+)", text):
         if not link.startswith("http"):
+            target = (page.parent / link).resolve()
             # The build of the site copies the notebooks into docs/.
-            beside = page.parent / link
-            assert beside.exists() or (ROOT / link).exists(), f"{page.name} links to {link}"
+            if target.is_relative_to(DOCS / "notebooks"):
+                target = ROOT / target.relative_to(DOCS)
+            assert target.exists() or (ROOT / link).exists(), f"{page.name} links to {link}"
 
 
 # The last words that each notebook prints, after its own checks.

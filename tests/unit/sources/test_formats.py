@@ -352,7 +352,7 @@ def test_damaged_files_are_refused(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED)
 def test_many_damaged_files_are_refused(case: str, tmp_path: Path) -> None:
-    count = 250 if FORM == "search" else 80
+    count = 250 if FORM == "search" else 40
     assert check_damages(case, tmp_path, count) >= count
 
 
