@@ -7,17 +7,8 @@ from typing import Any
 
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.layout import LabelFn
-from zfun.optim._base import (
-    FactorUpdate,
-    InitFn,
-    Optimizer,
-    State,
-    UpdateFn,
-    as_optimizer,
-    is_scaling,
-    prepared,
-    remembered,
-)
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, prepared, remembered
+from zfun.optim._factors import FactorUpdate, is_scaling
 from zfun.optim._missed import passed_on
 from zfun.tree import Tree
 

@@ -14,15 +14,8 @@ from torch import Tensor
 from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat
-from zfun.optim._base import (
-    FactorUpdate,
-    Optimizer,
-    ScalingApply,
-    State,
-    as_optimizer,
-    is_scaling,
-    prepared,
-)
+from zfun.optim._base import Optimizer, State, as_optimizer, prepared
+from zfun.optim._factors import FactorUpdate, ScalingApply, is_scaling
 from zfun.options import ANY, number, shown, takes
 from zfun.tree import Tree
 

@@ -12,16 +12,8 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, change_layout, check_same_layout
 from zfun.layout import LabelFn, labels_of, layout_of, split_by_label
-from zfun.optim._base import (
-    InitFn,
-    Optimizer,
-    ScalingApply,
-    State,
-    UpdateFn,
-    as_optimizer,
-    is_scaling,
-    prepared,
-)
+from zfun.optim._base import InitFn, Optimizer, State, UpdateFn, as_optimizer, prepared
+from zfun.optim._factors import ScalingApply, is_scaling
 from zfun.optim._rows import aligned, check_trainable
 from zfun.options import OF_LEAVES, instance, takes
 from zfun.tree import Tree

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.optim._base import InitFn, Optimizer, ScalingApply, State
+from zfun.optim._base import InitFn, Optimizer, State
+from zfun.optim._factors import ScalingApply
 from zfun.optim._missed import runs_of
 from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, own, step_count
 from zfun.options import TEXT, each, function, takes

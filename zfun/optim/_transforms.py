@@ -15,7 +15,6 @@ from torch import Tensor
 
 from zfun import ops, tree
 from zfun.optim._base import (
-    FactorUpdate,
     InitFn,
     Optimizer,
     State,
@@ -25,6 +24,7 @@ from zfun.optim._base import (
     optimizer,
     remembered,
 )
+from zfun.optim._factors import FactorUpdate
 from zfun.optim._labels import by_label
 from zfun.optim._rows import aligned, check_fields, flat_view, step_count
 from zfun.optim._rules import AdagradState, AdamState, LionState, SgdState

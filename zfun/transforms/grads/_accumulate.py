@@ -238,8 +238,8 @@ def _check_tensors(grads: Any) -> None:
 def _map_buffers(fn: Any, first: Flat, *rest: Flat) -> Flat:
     """Apply a function to the buffers of flats; results go to the store of the first flat.
 
-    What a function has changed in place is the same value: a second flat would keep the buffers of
-    a donated one.
+    Buffers that the function changes in place stay one flat, because a second flat of the same
+    buffers would keep them when the first is donated.
     """
     out = []
     for buffers in zip(first.buffers, *(flat.buffers for flat in rest), strict=True):
