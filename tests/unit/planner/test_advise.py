@@ -15,6 +15,7 @@ from tests.conftest import FORM
 from zfun import cli
 from zfun.planner import Advice, Candidate, Hardware, Model, advise
 from zfun.planner.plans._bare import Taught
+from zfun.planner.plans._bounds import Bounds
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -181,6 +182,26 @@ def test_the_bounds_of_stage_3_know_gathered_and_packed_buckets() -> None:
     params = sum(leaf.nbytes for leaf in zf.tree.leaves(PARAMS))
     # A bucket of all leaves is packed beside the gradients, and the state has a quarter of Adam's.
     assert plain.device >= 2 * params + 3 * params // 4
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Candidate(3, recomputed=True, lean=True),
+        Candidate(3, offloaded=("params", "optimizer"), bucket_bytes=2**21),
+        Candidate(3, recomputed=True, bucket_bytes=2**21, compressed=("params", "grads")),
+        Candidate(3, inner=2, secondary=True, bucket_bytes=2**21, num_micro_batches=2),
+    ],
+    ids=str,
+)
+def test_bounds_know_the_gathers_and_the_sums_in_flight(choice: Candidate) -> None:
+    # Activations are small beside the buckets, of which each layer has some.
+    params = {"h": [{"up": empty(256, 2048), "down": empty(2048, 256)} for _ in range(4)]}
+    model = Model(loss, params, empty(4, 256), recomputed=recomputed)
+    bound = Bounds(model, zf.collectives.abstract_group(4))(choice, machine(1.0))
+    make = lambda group: Taught(choice.of(model, group), 1)
+    plan = zf.plan(make, params, model.batch, 4, device="meta")
+    assert 0.9 * plan.peak.device.total <= bound.device <= plan.peak.device.total
 
 
 def test_bounds_hold_where_a_bucket_of_all_leaves_has_more_padding() -> None:

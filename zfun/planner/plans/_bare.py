@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zfun import tree
 from zfun.planner._buffers import storage_of
-from zfun.planner._meter import Meter
+from zfun.planner._meter import Meter, tensors_in
 from zfun.recipes import Zero
 from zfun.transforms import cast, split_batch
 from zfun.transforms.call._lazy import BucketSource, LazyLeaf
@@ -24,7 +24,8 @@ class Mark(NamedTuple):
     """A place between two moments of a bare loss.
 
     Attributes:
-        kind: ``"use"`` of a leaf, ``"complete"`` for the gradient of one, ``"end"`` of forward.
+        kind: ``"touch"`` of a leaf, where stage 3 notes a use, ``"use"`` by an operation,
+            ``"complete"`` for the gradient of one, ``"end"`` of forward.
         leaf: the number of the leaf.
         moment: the number of moments before.
     """
@@ -37,7 +38,7 @@ class Mark(NamedTuple):
 class Bare:
     """A loss and its gradients, dropped as soon as each is complete, on whole parameters.
 
-    The loss gets lazy leaves, so that uses are noted where stage 3 notes them: at the operations of
+    The loss gets lazy leaves, so that uses are noted where stage 3 notes them: before operations of
     forward and of recomputation, and where backward takes what autograd has saved.
     """
 
@@ -52,6 +53,7 @@ class Bare:
     def watch(self, meter: Meter) -> None:
         """Mark places among the moments that a meter sees."""
         self._meter = meter
+        meter.listeners.append(self._used)
 
     def init(self, params: Any) -> Any:
         made: dict[int, Tensor] = {}
@@ -93,7 +95,7 @@ class Bare:
         self._leaves[storage_of(x)] = number
 
         def load(_: LazyLeaf) -> Tensor:
-            self._mark("use", number)
+            self._mark("touch", number)
             return leaf
 
         kind = tuple(x.shape), x.dtype, x.device, is_trained
@@ -109,8 +111,14 @@ class Bare:
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, tuple):
             return saved
-        self._mark("use", saved[0])
+        self._mark("touch", saved[0])
         return saved[1]
+
+    def _used(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        for x in tensors_in((args, kwargs)):
+            leaf = self._leaves.get(storage_of(x))
+            if leaf is not None:
+                self._mark("use", leaf)
 
     def _drop(self, number: int, x: Tensor) -> None:
         x.grad = None

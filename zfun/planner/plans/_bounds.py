@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from zfun import tree
-from zfun.collectives import Group, Mesh, abstract_group, sum_group
-from zfun.compression import int8
+from zfun.collectives import Group, Mesh, abstract_group, axes_of, axis_of, sum_group
+from zfun.compression import Codec, int8
 from zfun.layout import Layout, layout_of
 from zfun.planner._price import PricedHop, price_of_gather, price_of_sum
 from zfun.planner.plans._bare import Bare, Still
@@ -147,10 +147,14 @@ class Bounds:
             ends, buckets = (0,) * len(ends), (NO_BYTES,)
         elif not is_third or shards == 1:
             buckets = (NO_BYTES,) * len(buckets)
-        elif k > 1 or choice.offloaded:
-            # Sums of several micro-batches are counted above; those in a store leave the device.
+        elif k > 1 or (choice.on_disk and "optimizer" in choice.offloaded):
+            # Sums of several micro-batches are counted above. A disk gets each bucket's moments in
+            # backward, so its sum leaves the device.
             buckets = traffic.unsummed
-        peak = self._once(self._peak_of, choice.recomputed, k, choice.precision, ends, buckets)
+        prefetch = choice.prefetch if is_third and shards > 1 else None
+        peak = self._once(
+            self._peak_of, choice.recomputed, k, choice.precision, ends, buckets, prefetch
+        )
         held += max(peak, traffic.packed)
         work = StepWork(
             self._group.size,
@@ -186,12 +190,13 @@ class Bounds:
         precision: Any,
         bucket_of_leaf: tuple[int, ...],
         buckets: tuple[BucketBytes, ...],
+        prefetch: int | None,
     ) -> int:
         loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
         dtype = policy_of(precision).compute
         leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
         sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
-        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets)
+        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets, prefetch)
 
     def _state_of(self, precision: Any) -> _OfState:
         model, one = self._model, abstract_group(1)
@@ -259,7 +264,12 @@ class Bounds:
             sending = summed if of_grads is None else 2 * counted(summing[0].sent_bytes)
             row = group.inner.size if isinstance(group, Mesh) else 1
             part = numel // row * sent if secondary else 0
-            held = numel * sent, numel * reduced, sending, summed, part
+            # What a row has kept is sent as it is.
+            encoded = None if secondary else of_params
+            arriving = _arriving(gather, group, of_params), _arriving(again, group, encoded)
+            # A codec has encoded the gradients before they are sent.
+            flying = sending + (numel * reduced if of_grads is None else 0)
+            held = numel * sent, numel * reduced, sending, flying, summed, part, *arriving
             buckets.append(BucketBytes(*map(counted, held)))
             is_packed = len(bucket.leaves) > 1 or grad != reduced
             grads = sum(counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
@@ -289,6 +299,14 @@ class _Itemsizes(NamedTuple):
 def _reduced(dtype: torch.dtype, reduce: torch.dtype | None) -> int:
     is_half = dtype in (torch.bfloat16, torch.float16)
     return (reduce or (torch.float32 if is_half else dtype)).itemsize
+
+
+def _arriving(hops: list[PricedHop], group: Group, codec: Codec | None) -> int:
+    """Return the least bytes that a gather in flight holds: the result of the first hop."""
+    axis = next(axis for axis in axes_of(group) if axis_of(axis) == hops[0].axis)
+    own = hops[0].sent_bytes // max(1, axis.size - 1)
+    # The message that a codec has made lives as long.
+    return own * axis.size + (0 if codec is None else counted(own))
 
 
 def _by_axis(hops: list[PricedHop]) -> Counter[str]:

@@ -3,9 +3,10 @@
 [Note: least peaks]
 A composition adds some bytes to the moments of the bare loss, which follow from the order in
 which leaves are used and gradients are complete. Gradients wait until those of their bucket are
-complete. At stage 3 a bucket is gathered from its use to the next mark, because nothing else
-releases it. A complete bucket is packed beside its gradients, and sent once all buckets behind it
-have been; shards of the sums add up, except those in flight, and so do secondary shards in forward.
+complete. At stage 3 the uses make the schedule that a step follows from the second on, so the
+buckets that are gathered at each mark are known: as a message before the first use, whole after. A
+complete bucket is packed beside its gradients, and sent once all buckets behind it have been;
+shards of the sums add up, except those in flight, and so do secondary shards in forward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any, NamedTuple
 from zfun.planner._meter import SMALL
 from zfun.planner.plans._bare import MARK_BYTES, Bare
 from zfun.planner.plans._plan import planned
-from zfun.transforms import MAX_IN_FLIGHT
+from zfun.transforms import (
+    MAX_IN_FLIGHT,
+    Event,
+    ScheduleOptions,
+    Step,
+    Trace,
+    TracedBucket,
+    schedule,
+)
 
 
 class PeakSegment(NamedTuple):
@@ -60,18 +69,24 @@ class BucketBytes(NamedTuple):
         gathered: the gathered bucket.
         packed: its gradients as a message.
         sending: what the first collective of a sum makes beside the message.
+        flying: what a sum in flight holds.
         summed: the shard of the sum.
         secondary: the part that a row keeps from forward to backward.
+        arriving: what a gather in flight holds.
+        again: the same of a gather for backward.
     """
 
     gathered: int
     packed: int
     sending: int
+    flying: int
     summed: int
     secondary: int
+    arriving: int
+    again: int
 
 
-NO_BYTES = BucketBytes(0, 0, 0, 0, 0)
+NO_BYTES = BucketBytes(*[0] * 8)
 
 
 def plan_of_loss(bare: Bare, params: Any, batch: Any, group: Any) -> LossPlan:
@@ -102,6 +117,7 @@ def peak_of_pass(
     sizes: Sequence[int],
     bucket_of_leaf: Sequence[int],
     buckets: Sequence[BucketBytes],
+    prefetch: int | None = None,
 ) -> int:
     """Return the most bytes of a pass beside the parameters; see [Note: least peaks].
 
@@ -110,36 +126,145 @@ def peak_of_pass(
         sizes: bytes of the gradient of each leaf.
         bucket_of_leaf: the bucket of each leaf.
         buckets: the bytes of each bucket.
+        prefetch: how many buckets are gathered ahead; ``None`` where none are gathered.
     """
     left = Counter(bucket_of_leaf[one.leaf] for one in loss.segments if one.kind == "complete")
     todo, packed, in_flight = sorted(left), set[int](), list[int]()
     grads, used = Counter[int](), set[int]()
     is_forward = True
+    gathers = None if prefetch is None else _Gathers(loss, bucket_of_leaf, buckets, prefetch)
     most = held = 0
     for one in loss.segments:
-        bucket, gathered = bucket_of_leaf[one.leaf], 0
+        bucket = bucket_of_leaf[one.leaf]
         if one.kind == "end":
             is_forward = False
-        elif one.kind == "use":
-            gathered = buckets[bucket].gathered
+            if gathers is not None:
+                gathers.turn()
+        elif one.kind == "touch":
+            if gathers is not None:
+                gathers.use(bucket)
             if is_forward and bucket not in used:
                 used.add(bucket)
                 held += buckets[bucket].secondary
-        elif one.kind == "complete":
+        gathered = 0 if gathers is None else gathers.bytes_with(bucket if one.kind == "use" else -1)
+        if one.kind == "complete":
             held += sizes[one.leaf]
             grads[bucket] += sizes[one.leaf]
             left[bucket] -= 1
             if left[bucket] == 0:
+                held += _settled(in_flight, MAX_IN_FLIGHT - 1, buckets)
                 packed.add(bucket)
                 held += buckets[bucket].packed
-                most = max(most, one.first + held)
+                most = max(most, one.first + held + gathered)
+                if gathers is not None:
+                    gathers.reduce(bucket)
+                    gathered = gathers.bytes_with(-1)
                 while todo and todo[-1] in packed:
                     sent = todo.pop()
-                    most = max(most, one.first + held + buckets[sent].sending)
-                    held -= buckets[sent].packed
+                    most = max(most, one.first + held + buckets[sent].sending + gathered)
+                    held += buckets[sent].flying - buckets[sent].packed
                     in_flight.append(sent)
-                    if len(in_flight) > MAX_IN_FLIGHT:
-                        held += buckets[in_flight.pop(0)].summed
+                    held += _settled(in_flight, MAX_IN_FLIGHT, buckets)
                 held -= grads[bucket]
         most = max(most, one.most + gathered + held)
     return most
+
+
+def _settled(in_flight: list[int], num_left: int, buckets: Sequence[BucketBytes]) -> int:
+    """Wait for the first sums in flight, and return by how much that changes the bytes."""
+    change = 0
+    while len(in_flight) > num_left:
+        bucket = buckets[in_flight.pop(0)]
+        change += bucket.summed - bucket.flying
+    return change
+
+
+def trace_of_pass(
+    loss: LossPlan, bucket_of_leaf: Sequence[int], buckets: tuple[TracedBucket, ...], size: int
+) -> Trace:
+    """Return the trace that a step of stage 3 would learn from the same loss.
+
+    A node behind a bucket runs as soon as the gradients of all its leaves are complete.
+    """
+    left = Counter(bucket_of_leaf[one.leaf] for one in loss.segments if one.kind == "complete")
+    forward: list[int] = []
+    backward: list[Event] = []
+    is_forward, now = True, -1
+    for one in loss.segments:
+        bucket = bucket_of_leaf[one.leaf]
+        if one.kind == "end":
+            is_forward, now = False, -1
+        elif one.kind == "touch" and bucket != now:
+            now = bucket
+            if is_forward:
+                forward.append(bucket)
+            else:
+                backward.append(Event("use", bucket))
+        elif one.kind == "complete":
+            left[bucket] -= 1
+            if left[bucket] == 0:
+                backward.append(Event("reduce", bucket))
+    return Trace(buckets, size, tuple(forward), tuple(backward))
+
+
+class _Gathers:
+    """The buckets that are gathered, as a step follows the schedule."""
+
+    def __init__(
+        self,
+        loss: LossPlan,
+        bucket_of_leaf: Sequence[int],
+        buckets: Sequence[BucketBytes],
+        prefetch: int,
+    ) -> None:
+        self._buckets = buckets
+        # Sizes do not matter where the room has no limit.
+        traced = tuple(TracedBucket("", (), 1, 1, 1, 1) for _ in buckets)
+        trace = trace_of_pass(loss, bucket_of_leaf, traced, 2)
+        found = schedule(trace, ScheduleOptions(prefetch=prefetch))
+        self._steps, self._turn, self._place = found.steps, found.turn, 0
+        self._held: dict[int, int] = {}
+        self._now = -1
+
+    def bytes_with(self, bucket: int) -> int:
+        """Return the bytes of all gathers, where an operation uses a bucket, if any."""
+        # A block that was recomputed holds what the schedule has released.
+        used = 0 if bucket < 0 else self._buckets[bucket].gathered - self._held.get(bucket, 0)
+        return sum(self._held.values()) + used
+
+    def use(self, bucket: int) -> None:
+        """Take the steps up to the use of a bucket."""
+        if bucket != self._now:
+            self._now = bucket
+            self._run_to("use", bucket)
+
+    def reduce(self, bucket: int) -> None:
+        """Take the steps up to the end of a bucket's gradients."""
+        self._run_to("reduce", bucket)
+        self._run(self._place + (self._steps[self._place : self._place + 1] == _released(bucket)))
+
+    def turn(self) -> None:
+        """Take the steps that are left of forward."""
+        self._run(self._turn)
+        self._now = -1
+
+    def _run_to(self, kind: str, bucket: int) -> None:
+        places = range(self._place, len(self._steps))
+        self._run(next(p + 1 for p in places if self._steps[p][:2] == (kind, bucket)))
+
+    def _run(self, end: int) -> None:
+        for step in self._steps[self._place : end]:
+            sizes = self._buckets[step.bucket]
+            if step.kind == "gather":
+                self._held[step.bucket] = (
+                    sizes.again if step.phase == "backward" else sizes.arriving
+                )
+            elif step.kind == "use":
+                self._held[step.bucket] = sizes.gathered
+            elif step.kind == "release":
+                self._held.pop(step.bucket, None)
+        self._place = max(self._place, end)
+
+
+def _released(bucket: int) -> tuple[Step, ...]:
+    return (Step("release", bucket, "backward"),)
