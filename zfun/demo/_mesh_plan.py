@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,7 @@ from zfun.errors import OptionError
 from zfun.modules import functional
 from zfun.optim import adamw
 from zfun.options import BOOL, PATH, instance, integer, one_of, takes
-from zfun.planner import Hardware, Plan, module_of, recompute
-from zfun.planner import plan as plan_of
-from zfun.recipes import zero
+from zfun.planner import Hardware, MeshCandidate, MeshModel, Plan, module_of, recompute
 from zfun.tables import in_columns
 
 
@@ -99,39 +99,42 @@ def print_mesh(first: Plan, stages: Sequence[Plan], machine: Hardware) -> int:
 
 def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length: int) -> Plan:
     """Plan a causal model of Hugging Face over a mesh, with AdamW."""
-    # transformers takes seconds to import.
-    from zfun.interop.transformers import mesh_batch, mesh_loss
-
-    sizes = dict(choice.sizes) if {"dp", "sp"} & choice.sizes.keys() else {"dp": 1, **choice.sizes}
-    known = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: max(1, ranks // known) if x == -1 else x for name, x in sizes.items()}
+    known = math.prod(size for size in choice.sizes.values() if size != -1)
+    sizes = {name: max(1, ranks // known) if x == -1 else x for name, x in choice.sizes.items()}
     if length % sizes.get("sp", 1):
         raise OptionError(
             f"the ranks of a sequence axis divide the tokens; got sp={sizes['sp']} for a length of "
             f"{length}; use a length that sp divides"
         )
-    is_pipeline = sizes.get("pp", 1) != 1
-    count = choice.micro_batches or (rows if is_pipeline else 1)
+    model = mesh_model(module, [sizes], lambda sizes: rows, length)
+    model = dataclasses.replace(model, micro_batches=choice.micro_batches)
+    found = MeshCandidate(tuple(sizes.items()), choice.stage, False, choice.precision)
+    return found.plan(model, model.batch(sizes), ranks)
 
-    def make(axes: Any) -> Any:
-        data = [name for name in axes.names if name in ("dp", "sp")]
-        return zero(
-            choice.stage,
-            mesh_loss(module, axes, count),
-            adamw(1e-4),
-            axes[tuple(data)],
-            precision=choice.precision,
-            num_micro_batches=1 if axes.sizes.get("pp", 1) > 1 else count,
-        )
 
-    return plan_of(
-        make,
+def mesh_model(
+    module: Any,
+    meshes: Sequence[Mapping[str, int]],
+    rows_of: Callable[[Mapping[str, int]], int],
+    length: int,
+) -> MeshModel:
+    """Return a causal model of Hugging Face over meshes, with AdamW.
+
+    Args:
+        module: the model.
+        meshes: the sizes of the axes.
+        rows_of: returns the sequences of a data rank.
+        length: tokens in a sequence.
+    """
+    # transformers takes seconds to import.
+    from zfun.interop.transformers import mesh_batch, mesh_loss
+
+    return MeshModel(
+        functools.partial(mesh_loss, module),
         functional(module).params,
-        mesh_batch(sizes, rows, length),
-        ranks,
-        mesh=sizes,
-        device="meta",
-        fold=True,
+        lambda sizes: mesh_batch(sizes, rows_of(sizes), length),
+        meshes,
+        adamw(1e-4),
     )
 
 

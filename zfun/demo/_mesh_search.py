@@ -1,47 +1,26 @@
-"""The command ``zfun plan --mesh auto``: plans of all meshes of a model, and the fastest that fits.
-
-[Note: one batch for all meshes]
-Ranks along model and sequence axes work on the batch of one data rank, so a mesh with more of them
-has fewer data ranks. All meshes get the same sequences: each rank brings some, and the batch of a
-data rank has those of all ranks that work on it.
-"""
+"""The command ``zfun plan --mesh auto``: the fastest mesh that fits, with a table of all."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zfun.demo._mesh_plan import MeshChoice, planned_mesh, print_mesh
+from zfun.demo._mesh_plan import mesh_model, print_mesh
 from zfun.errors import OptionError
 from zfun.options import PATH, instance, integer, one_of, takes
-from zfun.planner import Hardware, Plan, module_of, recompute
+from zfun.planner import Advice, Hardware, advise, module_of, recompute
 from zfun.tables import in_bytes, in_columns
 
 # Tokens of a sequence from which on a mesh may cut it.
 _LONG = 16_384
 # Of a tensor axis, where the machine does not say how many ranks share a host.
 _MOST_TENSOR_RANKS = 8
-
-
-class Tried(NamedTuple):
-    """A composition over a mesh.
-
-    Attributes:
-        choice: the composition.
-        stages: the plans of the ranks along the pipeline; none where the state alone is too much.
-        seconds: of a step at most, on the slowest rank.
-        excess: bytes of the device that are missing.
-    """
-
-    choice: MeshChoice
-    stages: tuple[Plan, ...]
-    seconds: float
-    excess: float
 
 
 @takes(
@@ -67,7 +46,7 @@ def mesh_search(
 ) -> int:
     """Plan a model of Hugging Face over every mesh, and print them all, then the best one.
 
-    Layers are recomputed where a step does not fit without. See [Note: one batch for all meshes].
+    Layers are recomputed where a step does not fit without. All meshes get the same sequences.
 
     Args:
         path: ``config.json``.
@@ -92,35 +71,40 @@ def mesh_search(
         )
     modules = module_of(path), module_of(path)
     recompute(modules[True])
-    found: list[Tried] = []
-    print(f"{path}: {ranks} ranks, {rows} x {length} tokens of each rank\n")
-    for choice in _choices(modules[0].config, ranks, machine, length, stage):
-        for recomputed in (False, True):
-            its = MeshChoice(choice.sizes, choice.stage, micro_batches, recomputed, precision)
-            found.append(_tried(modules[recomputed], its, machine, rows, length))
-            print(f"planned {_name_of(its)}", file=sys.stderr, flush=True)
-            if not found[-1].excess:
-                break
-    found.sort(key=lambda one: (one.excess > 0, one.excess or one.seconds))
-    print(in_columns([_HEAD, *map(_row_of, found)]))
-    best = found[0]
-    if best.excess:
-        print(f"\nno mesh fits; the nearest needs {in_bytes(int(best.excess))} more")
-        return 1
-    slow = max(best.stages, key=lambda plan: plan.on(machine).at_most_s).on(machine)
-    num_fitting = sum(not one.excess for one in found)
-    print(
-        f"\n{_name_of(best.choice)}\nis the fastest of {num_fitting} that fit: a step takes "
-        f"{best.seconds:.3g} s at most, the most of it for {slow.bottleneck}, with a bubble of "
-        f"{slow.bubble:.1%}\n"
+    meshes = [*_meshes(modules[False].config, ranks, machine, length)]
+
+    def rows_of(sizes: Mapping[str, int]) -> int:
+        print(f"planning {sizes}", file=sys.stderr, flush=True)
+        return rows * (ranks // sizes["dp"])
+
+    models = [mesh_model(module, meshes, rows_of, length) for module in modules]
+    model = dataclasses.replace(
+        models[False],
+        recomputed=models[True].loss,
+        precision=precision,
+        stages=(1, 3) if stage is None else (stage,),
+        micro_batches=micro_batches,
     )
-    return print_mesh(best.stages[0], best.stages, machine)
+    print(f"{path}: {ranks} ranks, {rows} x {length} tokens of each rank\n")
+    found = advise(model, machine, ranks)
+    print(in_columns([_HEAD, *_rows(found)]))
+    if found.best is None:
+        nearest = min(one.excess(machine)["device"] for one in found.bounds)
+        print(f"\nno mesh fits; the nearest needs {in_bytes(int(nearest))} more")
+        return 1
+    best = found.best
+    num_fitting = sum(not rung.excess for rung in found.rungs)
+    print(
+        f"\n{best.composition}\nis the fastest of {num_fitting} that fit: a step takes "
+        f"{best.forecast.at_most_s:.3g} s at most, the most of it for {best.forecast.bottleneck}, "
+        f"with a bubble of {best.forecast.bubble:.1%}\n"
+    )
+    stages = best.plan.stages or (best.plan,)
+    return print_mesh(stages[0], stages, machine)
 
 
-def _choices(
-    config: Any, ranks: int, machine: Hardware, length: int, stage: int | None
-) -> Iterator[MeshChoice]:
-    """Yield meshes whose axes divide the model, with stages of ZeRO; short pipelines first."""
+def _meshes(config: Any, ranks: int, machine: Hardware, length: int) -> Iterator[dict[str, int]]:
+    """Yield meshes whose axes divide the model; short pipelines first."""
     heads = config.num_attention_heads
     groups = math.gcd(heads, getattr(config, "num_key_value_heads", None) or heads)
     most = machine.ranks_per_host or _MOST_TENSOR_RANKS
@@ -130,58 +114,31 @@ def _choices(
             parts = math.gcd(math.gcd(ranks // pp // tp, groups // tp), length)
             for sp in _divisors(parts, parts if is_long else 1):
                 sizes = {"pp": pp, "dp": ranks // pp // tp // sp, "sp": sp, "tp": tp}
-                sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"}
-                for one in (1, 3) if stage is None and pp == 1 else (stage or 1,):
-                    yield MeshChoice(sizes, one if stage is None else stage)
+                yield {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"}
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
-def _tried(module: Any, choice: MeshChoice, machine: Hardware, rows: int, length: int) -> Tried:
-    """Plan a composition, unless its state alone is too much for the device."""
-    excess = _least_state(module, choice) - machine.device_bytes
-    if excess > 0:
-        return Tried(choice, (), math.inf, excess)
-    ranks = math.prod(choice.sizes.values())
-    rows *= ranks // choice.sizes["dp"]
-    plan = planned_mesh(module, ranks, choice, rows, length)
-    stages = plan.stages or (plan,)
-    excess = max(one.excess(machine).get("device", 0.0) for one in stages)
-    return Tried(choice, stages, max(one.on(machine).at_most_s for one in stages), excess)
-
-
-def _least_state(module: Any, choice: MeshChoice) -> float:
-    """Return bytes that the state of AdamW has on the fullest rank at the least."""
-    sizes = dict(choice.sizes)
-    sharded = sizes["dp"] * sizes.get("sp", 1)
-    numel = sum(x.numel() for x in module.parameters())
-    here = numel * sharded / math.prod(sizes.values()) / sharded
-    params, rest = (4, 8) if choice.precision is None else (2, 12)
-    of_params = params / (sharded if choice.stage == 3 else 1)
-    return here * (of_params + rest / (sharded if choice.stage else 1))
-
-
 _HEAD = ("mesh", "peak", "bubble", "sent", "at most, s", "")
 
 
-def _row_of(one: Tried) -> tuple[str, ...]:
-    name = _name_of(one.choice)
-    if not one.stages:
-        return name, "", "", "", "", f"its state alone has {in_bytes(int(one.excess))} too much"
-    bubble = max(plan.pipeline.bubble if plan.pipeline else 0.0 for plan in one.stages)
-    verdict = f"{in_bytes(int(one.excess))} too much" if one.excess else "fits"
-    return (
-        name,
-        in_bytes(max(plan.peak.device.total for plan in one.stages)),
-        f"{bubble:.1%}",
-        in_bytes(max(plan.bytes_sent() for plan in one.stages)),
-        f"{one.seconds:.3g}",
-        verdict,
-    )
-
-
-def _name_of(choice: MeshChoice) -> str:
-    sizes = ", ".join(f"{axis}={size}" for axis, size in choice.sizes.items())
-    return f"{sizes}, ZeRO-{choice.stage}{', recomputed' if choice.recomputed else ''}"
+def _rows(found: Advice) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each composition: those that fit first, the fastest first."""
+    place = lambda rung: rung.excess.get("device", 0.0)
+    for rung in sorted(found.rungs, key=lambda rung: (place(rung), rung.forecast.at_most_s)):
+        stages = rung.plan.stages or (rung.plan,)
+        yield (
+            str(rung.composition),
+            in_bytes(rung.plan.peak.device.total),
+            f"{max(plan.pipeline.bubble if plan.pipeline else 0.0 for plan in stages):.1%}",
+            in_bytes(max(plan.bytes_sent() for plan in stages)),
+            f"{rung.forecast.at_most_s:.3g}",
+            rung.verdict,
+        )
+    planned = {rung.composition for rung in found.rungs}
+    for bound in found.bounds:
+        if bound.composition not in planned:
+            excess = in_bytes(int(bound.excess(found.hardware)["device"]))
+            yield str(bound.composition), "", "", "", "", f"its state alone has {excess} too much"

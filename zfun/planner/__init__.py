@@ -26,6 +26,7 @@ from zfun.planner.plans._huggingface import from_huggingface
 from zfun.planner.plans._huggingface import module_of as module_of
 from zfun.planner.plans._huggingface import recompute as recompute
 from zfun.planner.plans._kept import PathBytes
+from zfun.planner.plans._meshes import MeshCandidate, MeshModel, mesh_sizes
 from zfun.planner.plans._plan import Observer, live_bytes, plan
 from zfun.planner.plans._record import InPipeline, Moved, Plan, Sent
 from zfun.planner.plans._space import Candidate, Model
@@ -56,6 +57,8 @@ __all__ = [
     "InPipeline",
     "Instant",
     "Live",
+    "MeshCandidate",
+    "MeshModel",
     "Message",
     "Meter",
     "Model",
@@ -86,6 +89,7 @@ __all__ = [
     "formulae",
     "from_huggingface",
     "live_bytes",
+    "mesh_sizes",
     "order_of_use",
     "plan",
     "plan_update",

@@ -6,11 +6,16 @@ The compositions are planned in the order of their least times, except those who
 exceeds the machine. The search ends when the fastest plan that fits is no slower than the least
 time of the next composition. So no composition is left out without a proof: its bound. A plan that
 lies below its own bound is a fault, after which every composition is planned.
+
+A model whose loss is made for a mesh has few compositions, of which all are planned whose state
+alone is not too much.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -26,7 +31,8 @@ from zfun.options import BOOL, instance, takes
 from zfun.planner._parts import peaks_of
 from zfun.planner.plans._bare import Taught
 from zfun.planner.plans._bounds import Bound, Bounds
-from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware
+from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, StepWork
+from zfun.planner.plans._meshes import MeshCandidate, MeshModel, stages_of
 from zfun.planner.plans._plan import GROUP_OR_SIZE, plan
 from zfun.planner.plans._record import Plan
 from zfun.planner.plans._space import Candidate, Model, candidates
@@ -42,14 +48,14 @@ class Rung(NamedTuple):
     """One composition that was planned.
 
     Attributes:
-        composition: the choices.
+        composition: the choices: a :class:`Candidate` or a :class:`MeshCandidate`.
         why: the reason to plan the composition.
-        plan: the plan of a step.
-        forecast: the time of a step.
+        plan: the plan of a step; along a pipeline that of the stage that needs most.
+        forecast: the time of a step; along a pipeline that of the slowest stage.
         excess: the bytes beyond each memory of the machine.
     """
 
-    composition: Candidate
+    composition: Any
     why: str
     plan: Plan
     forecast: Forecast
@@ -79,7 +85,7 @@ class Advice:
     best: Rung | None
     bounds: tuple[Bound, ...]
     hints: tuple[str, ...]
-    model: Model
+    model: Model | MeshModel
     hardware: Hardware
     group: Group
 
@@ -89,8 +95,7 @@ class Advice:
         factor = 1
         for doubling in range(1, _MOST_DOUBLINGS + 1 if self.best else 1):
             assert self.best is not None
-            batch = _longer(self.model.batch, 2**doubling)
-            if _tried(self.best.composition, "", self.model, batch, self.hardware, self.group)[4]:
+            if self._longer(self.best.composition, 2**doubling).excess:
                 break
             factor = 2**doubling
         return factor
@@ -103,6 +108,9 @@ class Advice:
         """
         found: list[Bound] = []
         for bound in sorted(self.bounds, key=lambda one: (one.forecast.at_most_s, one.device)):
+            if math.isinf(bound.forecast.at_most_s):
+                # Its state alone was too much, so nothing was planned.
+                break
             if not found or bound.device < found[-1].device:
                 found.append(bound)
         return tuple(found)
@@ -155,7 +163,18 @@ class Advice:
         front = [(one.device, one.forecast.at_most_s) for one in self.frontier()]
         return draw_frontier(points, front, best, self.hardware.device_bytes)
 
-    def _mark(self, composition: Candidate) -> str:
+    def _longer(self, composition: Any, factor: int) -> Rung:
+        """Plan a composition with a longer batch."""
+        if isinstance(composition, MeshCandidate):
+            assert isinstance(self.model, MeshModel)
+            batch = _longer(self.model.batch(dict(composition.sizes)), factor)
+            plan = composition.plan(self.model, batch)
+            return _rung_of_mesh(composition, "", plan, self.hardware)
+        assert isinstance(self.model, Model)
+        batch = _longer(self.model.batch, factor)
+        return _tried(composition, "", self.model, batch, self.hardware, self.group)
+
+    def _mark(self, composition: Any) -> str:
         return "* " if self.best is not None and composition == self.best.composition else ""
 
     def _fits(self, bound: Bound) -> bool:
@@ -204,18 +223,23 @@ class Advice:
 
 
 @takes(
-    model=instance(Model, "a zf.planner.Model", "zf.planner.Model(loss_fn, params, batch)"),
+    model=instance(
+        (Model, MeshModel), "a zf.planner.Model", "zf.planner.Model(loss_fn, params, batch)"
+    ),
     hardware=HARDWARE,
     group=GROUP_OR_SIZE,
     lossy=BOOL,
 )
-def advise(model: Model, hardware: Hardware, group: Group | int, *, lossy: bool = True) -> Advice:
+def advise(
+    model: Model | MeshModel, hardware: Hardware, group: Group | int, *, lossy: bool = True
+) -> Advice:
     """Find the fastest composition that fits a machine; see [Note: the search].
 
     Args:
-        model: the loss, the parameters and a batch. Later calls with the same model are faster.
+        model: the loss, the parameters and a batch. Later calls with the same model are faster. A
+            :class:`MeshModel` makes its loss for a mesh, and then the mesh is chosen too.
         hardware: rates and sizes; ``device_bytes`` at least should be given. ``ranks_per_host``
-            adds meshes to the search.
+            adds meshes of two data axes to the search for a :class:`Model`.
         group: the ranks, as in :func:`plan`.
         lossy: whether messages may be rounded to int8.
 
@@ -223,7 +247,8 @@ def advise(model: Model, hardware: Hardware, group: Group | int, *, lossy: bool 
         The best, the compositions that were planned, and the bounds of all.
 
     Raises:
-        OptionError: the hardware has no limit, so everything fits.
+        OptionError: the hardware has no limit, so everything fits; or, for a :class:`MeshModel`, no
+            rates or another number of ranks than a mesh.
 
     Example:
         >>> empty = lambda *shape: torch.empty(shape, device="meta")
@@ -234,12 +259,14 @@ def advise(model: Model, hardware: Hardware, group: Group | int, *, lossy: bool 
         >>> found.best.plan.peak.device.total <= 9e6
         True
     """
+    ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
+    if isinstance(model, MeshModel):
+        return _of_meshes(model, hardware, ranks)
     if min(hardware.device_bytes, hardware.host_bytes, hardware.disk_bytes) == float("inf"):
         raise OptionError(
             "advise() compares the memory of a step with that of a machine; got hardware without "
             "limits; pass zf.planner.Hardware(..., device_bytes=80e9)"
         )
-    ranks = abstract_group(group) if isinstance(group, (int, Integral)) else group
     hints = ["lower the defaults of generation, such as the width of a beam"]
     found = _search(model, hardware, ranks, model.precision, lossy)
     if found[1] is None and model.precision is None:
@@ -286,6 +313,76 @@ def _search(
 def _fastest(rungs: list[Rung]) -> Rung | None:
     fitting = (rung for rung in rungs if not rung.excess)
     return min(fitting, key=lambda rung: rung.forecast.at_most_s, default=None)
+
+
+def _of_meshes(model: MeshModel, hardware: Hardware, group: Group) -> Advice:
+    """Choose a mesh, a stage and whether blocks are recomputed."""
+    choices = [*model.candidates()]
+    wrong = next((one for one in choices if one.num_ranks != group.size), None)
+    if wrong is not None:
+        raise OptionError(
+            f"the meshes of a model have the ranks of the group; got {wrong} for {group.size} "
+            f"ranks; pass meshes=zf.planner.mesh_sizes({group.size}, ...)"
+        )
+    if math.isinf(hardware.flops_per_s):
+        raise OptionError(
+            "advice on meshes compares the times of steps; got hardware without rates; pass those "
+            "that zfun hw-bench measures"
+        )
+    one = abstract_group(1)
+    # The state of one rank, of which the ranks of a mesh have parts.
+    alone = Model(_no_loss, model.params, (), model.optimizer, precision=model.precision)
+    state = Bounds(alone, one).state(model.precision)
+    rungs: list[Rung] = []
+    bounds: list[Bound] = []
+    for choice in choices:
+        cut, shards = choice.num_ranks // choice.num_shards, choice.num_shards
+        held = state.params // (shards if choice.stage == 3 else 1)
+        held += (state.masters + state.moments) // (shards if choice.stage else 1)
+        if held // cut > hardware.device_bytes:
+            bounds.append(Bound(choice, _NO_WORK, _NEVER, held // cut, 0, 0))
+            continue
+        rungs.append(_tried_mesh(choice, "every mesh is tried", model, hardware))
+        if rungs[-1].excess and model.recomputed is not None:
+            again = choice._replace(recomputed=True)
+            why = "its mesh needs too much without"
+            rungs.append(_tried_mesh(again, why, model, hardware))
+    for rung in rungs:
+        peaks = peaks_of(rung.plan)
+        bounds.append(Bound(rung.composition, rung.plan.work, rung.forecast, *peaks))
+    bounds.sort(key=lambda one: one.forecast.at_most_s)
+    best = _fastest(rungs)
+    hint = "raise the batch, if batch_factor is above 1: so many times as many rows fit"
+    if best is None:
+        hint = "add ranks, because the parts of the state shrink with their number"
+    return Advice(tuple(rungs), best, tuple(bounds), (hint,), model, hardware, group)
+
+
+# Of a composition that is not planned.
+_NO_WORK = StepWork(0, 0, {}, 0, 0, 0, 0, 0, 0, 0, 0)
+_NEVER = Forecast(math.inf, math.inf, math.inf, math.inf)
+
+
+def _no_loss(params: Any, batch: Any) -> Any:
+    raise AssertionError("a state is made without a step")
+
+
+def _tried_mesh(choice: MeshCandidate, why: str, model: MeshModel, hardware: Hardware) -> Rung:
+    if choice not in model.known:
+        model.known[choice] = choice.plan(model, model.batch(dict(choice.sizes)))
+    return _rung_of_mesh(choice, why, model.known[choice], hardware)
+
+
+def _rung_of_mesh(choice: MeshCandidate, why: str, found: Plan, hardware: Hardware) -> Rung:
+    stages = tuple(stages_of(found))
+    fullest = max(stages, key=lambda one: one.peak.device.total)
+    slowest = max((one.on(hardware) for one in stages), key=lambda time: time.at_most_s)
+    excess: dict[str, float] = {}
+    for one in stages:
+        for place, n in one.excess(hardware).items():
+            excess[place] = max(n, excess.get(place, 0))
+    full = dataclasses.replace(fullest, stages=stages if len(stages) > 1 else ())
+    return Rung(choice, why, full, slowest, excess)
 
 
 def _is_true(bound: Bound, rung: Rung) -> bool:

@@ -42,7 +42,7 @@ class Bound(NamedTuple):
     """The least that a composition needs.
 
     Attributes:
-        composition: the choices.
+        composition: the choices: a :class:`Candidate` or a :class:`MeshCandidate`.
         work: of the parts of the machine.
         forecast: the time of the work.
         device: bytes on the device.
@@ -50,7 +50,7 @@ class Bound(NamedTuple):
         disk: bytes on the disk.
     """
 
-    composition: Candidate
+    composition: Any
     work: StepWork
     forecast: Forecast
     device: int
@@ -62,7 +62,7 @@ class Bound(NamedTuple):
         return missing((self.device, self.host, self.disk), hardware)
 
 
-class _OfState(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of the state without padding, of one rank; the parameters are whole."""
 
     params: int
@@ -171,6 +171,10 @@ class Bounds:
         on_disk = stored if choice.on_disk else 0
         return work, device + held, stored - on_disk, on_disk
 
+    def state(self, precision: Any) -> StateBytes:
+        """Return the bytes of the state of one rank."""
+        return self._once(self._state_of, precision)
+
     def _once(self, make: Any, *args: Any) -> Any:
         key = make.__name__, *args
         if key not in self._known:
@@ -198,14 +202,14 @@ class Bounds:
         sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
         return peak_of_pass(loss, sizes, bucket_of_leaf, buckets, prefetch)
 
-    def _state_of(self, precision: Any) -> _OfState:
+    def _state_of(self, precision: Any) -> StateBytes:
         model, one = self._model, abstract_group(1)
         # One rank has no padding between the shards; that of its buckets is left out.
         choice = Candidate(1, precision=precision, bucket_bytes=2**60)
         make = lambda group: Still(choice.of(model, group).init)
         found = plan(make, model.params, model.batch, one, steps=1, device="meta")
         rows = [row for row in found.by_path if row.path != "padding"]
-        return _OfState(*(sum(getattr(row, part) for row in rows) for part in _OfState._fields))
+        return StateBytes(*(sum(getattr(row, part) for row in rows) for part in StateBytes._fields))
 
     def _itemsizes(self, precision: Any) -> _Itemsizes:
         """Return the least itemsizes of the parameters and of reduced gradients."""
@@ -346,7 +350,7 @@ def _num_messages(choice: Candidate, traffic: _Traffic, num_ranks: int) -> int:
 
 
 def _moved(
-    choice: Candidate, numel: int, stays: int, sizes: _Itemsizes, state: _OfState
+    choice: Candidate, numel: int, stays: int, sizes: _Itemsizes, state: StateBytes
 ) -> tuple[int, int]:
     """Return the bytes between device and host of the busier direction, and those of the disk."""
     params, grads = numel * sizes.param, numel * sizes.grad
