@@ -22,7 +22,7 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -207,6 +207,31 @@ class Ring:
         while self._num_emptied < number:
             self._empty()
         return out
+
+
+@final
+class LateValues:
+    """0-dim integers of a device on their way to the host, which waits only if they are late.
+
+    Attributes:
+        tensors: of the device, of one dtype.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self.tensors = tuple(tensors)
+        self._copy: QueuedCopy | None = None
+        queue = queue_of(self.tensors[0].device) if self.tensors else None
+        if queue is not None:
+            together = torch.stack(self.tensors)
+            self._host = queue.slot(together.nbytes).view(together.dtype)
+            self._copy = QueuedCopy(queue, self._host, together)
+
+    def read(self) -> list[int]:
+        """Return the integers. The host waits if the copy is not complete."""
+        if self._copy is None:
+            return [int(x) for x in self.tensors]
+        self._copy.wait_on_host()
+        return self._host.tolist()
 
 
 def hosted(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
