@@ -62,10 +62,9 @@ def deciding_on_host(optimizer: Optimizer) -> Optimizer | None:
     """Return a part whose steps the host alone can leave out; ``None`` if there is none."""
     if is_scaling(optimizer):
         return None
-    if optimizer.name == "with_master":
-        return deciding_on_host(optimizer.parts[0])
-    if optimizer.name != "chain":
-        return optimizer
-    *before, last = optimizer.parts
-    others = (part for part in before if not isinstance(part.update, FactorUpdate))
-    return next(others, None) or deciding_on_host(last)
+    if optimizer.name == "chain":
+        *before, last = optimizer.parts
+        others = (part for part in before if not isinstance(part.update, FactorUpdate))
+        return next(others, None) or deciding_on_host(last)
+    inner = next(filter(None, map(deciding_on_host, optimizer.parts)), None)
+    return inner or (None if optimizer.name == "with_master" else optimizer)

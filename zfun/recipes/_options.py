@@ -166,7 +166,7 @@ def _check_decides_on_device(recipe: ZeroOptions) -> None:
             "with max_skipped=None the device decides whether a step is taken, and the kernels of "
             "adam(), adamw(), sgd(), lion() and adagrad() can leave one out, also inside of "
             "by_label() and inject_hyperparams(), and behind clip_by_global_norm() in a chain(); "
-            f"got {part.name or 'a pair of functions'}; give max_skipped a number"
+            f"got {part.name or 'an optimizer of your own'}; give max_skipped a number"
         )
     if kept := _changed(recipe.offload):
         raise OptionError(
