@@ -200,11 +200,10 @@ def check_steps_left_out(device: str) -> None:
                 [x.to(place, copy=True) for x in values] for place in (device, device, "cpu")
             )
             if is_taken:
-                reference.step(name, *expected[:2], expected[2:], None, rule, 0.37)
+                reference.step(name, expected[0], expected[1], expected[2:], None, rule, 0.37)
+            numbers_there = scale.to(device), flag.to(device)
             for kernels, held in ((kernels_of_triton, found), (reference, there)):
-                kernels.step(
-                    name, *held[:2], held[2:], None, rule, scale.to(device), flag.to(device)
-                )
+                kernels.step(name, held[0], held[1], held[2:], None, rule, *numbers_there)
                 for a, b in zip(held, expected, strict=True):
                     same(a, b, f"{kernels.__name__} {rule} {index} {numel} {is_taken}")
 

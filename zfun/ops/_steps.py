@@ -65,7 +65,7 @@ def _step(
     with torch.no_grad():
         triton = triton_for(param)
         if triton is None or not triton.step(*arguments, taken):
-            reference.step(*arguments, taken)
+            reference.step(*arguments, taken=taken)
 
 
 @dataclass(frozen=True, slots=True)

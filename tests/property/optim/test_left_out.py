@@ -172,12 +172,16 @@ def test_the_readable_kernels_write_only_where_a_step_is_taken(
     assert_same_bits(stepped(no, scale, torch.tensor(False)), before)
 
 
+OWN = ops.SgdRule(0.1).without_velocity
+
+
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
         (
             optim.by_label(
-                {"all": optim.elementwise(optim.SgdState, (), lambda step: None)}, label
+                {"all": optim.elementwise(optim.SgdState, (), lambda step: OWN)},
+                label,
             ),
             "an optimizer of your own",
         ),
