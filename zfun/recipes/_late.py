@@ -11,6 +11,7 @@ pass of that step to run, so it does not run dry, even if the host is early and 
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -39,17 +40,13 @@ def with_counts(opt_state: Any, late: LateValues) -> Any:
     """Return the state with its counts on the host; counts of another state are read here."""
     leaves, spec = _leaves(opt_state)
     counts = list(filter(_is_count, leaves))
-    is_last = len(counts) == len(late.tensors) and all(map(_is_same, counts, late.tensors))
-    numbers = iter((late if is_last else LateValues(counts)).read())
+    is_last = len(counts) == len(late.tensors) and all(map(is_, counts, late.tensors))
+    numbers = iter(late.read() if is_last else map(int, counts))
     held = [
         torch.tensor(next(numbers), dtype=torch.int64, device="cpu") if _is_count(x) else x
         for x in leaves
     ]
     return tree.unflatten(spec, held) if counts else opt_state
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x is y
 
 
 def scale_on(state: LossScaleState, device: torch.device) -> LossScaleState:

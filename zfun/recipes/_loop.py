@@ -234,7 +234,7 @@ class Loop:
             return updated(self.recipe, state, *values, **options)
         settled = state._replace(opt_state=with_counts(state.opt_state, self.counts))
         new, info = updated(self.recipe, settled, *values, **options)
-        self.counts = stores.LateValues(counts_of(new.opt_state))
+        self.counts.send(counts_of(new.opt_state))
         return new, info
 
     def record(self, fn: Callable[..., Any], state: ZeroState, batch: Any) -> tuple[Any, Tape]:

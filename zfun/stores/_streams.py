@@ -214,17 +214,24 @@ class LateValues:
     """0-dim integers of a device on their way to the host, which waits only if they are late.
 
     Attributes:
-        tensors: of the device, of one dtype.
+        tensors: the last ones, of one device and dtype.
     """
 
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        self.tensors = tuple(tensors)
+    def __init__(self) -> None:
+        self.tensors: tuple[Tensor, ...] = ()
+        self._queue: CopyQueue | None = None
         self._copy: QueuedCopy | None = None
-        queue = queue_of(self.tensors[0].device) if self.tensors else None
-        if queue is not None:
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Start to copy some integers to the host."""
+        self.tensors, self._copy = tuple(tensors), None
+        if not self.tensors:
+            return
+        self._queue = self._queue or queue_of(self.tensors[0].device)
+        if self._queue is not None:
             together = torch.stack(self.tensors)
-            self._host = queue.slot(together.nbytes).view(together.dtype)
-            self._copy = QueuedCopy(queue, self._host, together)
+            self._host = self._queue.slot(together.nbytes).view(together.dtype)
+            self._copy = QueuedCopy(self._queue, self._host, together)
 
     def read(self) -> list[int]:
         """Return the integers. The host waits if the copy is not complete."""

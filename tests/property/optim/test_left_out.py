@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,63 @@ def test_a_step_that_the_device_leaves_out_has_the_bits_of_one_that_the_host_lea
         assert_same_bits(
             train(None, *case, **OPTIONS[options]), train(9, *case, **OPTIONS[options])
         )
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_buffers_of_a_step_that_is_left_out_keep_their_values(bad: int) -> None:
+    def norm_loss(params: Any, batch: Tensor) -> Tensor:
+        held = params["mean"], params["var"]
+        return torch.nn.functional.batch_norm(batch @ params["w"], *held, training=True)[0].sum()
+
+    def run(max_skipped: int | None) -> Any:
+        def main(group: zf.Group) -> Any:
+            rule = lambda path, leaf: None if path == "w" else "mean"
+            z = zf.zero(2, norm_loss, optim.sgd(0.1), group, buffers=rule, max_skipped=max_skipped)
+            state = z.init({"w": torch.eye(3), "mean": torch.zeros(3), "var": torch.ones(3)})
+            for step in range(3):
+                batch = torch.arange(12.0).reshape(4, 3).sin() * (math.nan if step == bad else 1.0)
+                state, info = z.step(state, batch + group.rank)
+                assert bool(info.skipped) == (step == bad)
+            return z.params(state)
+
+        return zf.simulate(2, main)
+
+    assert_same_bits(run(None), run(9))
+
+
+def test_a_checkpoint_has_numbers(tmp_path: Path) -> None:
+    def main(group: zf.Group) -> Any:
+        options: dict[str, Any] = {"bucket_bytes": 200, **OPTIONS["scaled"]}
+        late, eager = (
+            zf.zero(3, loss, optim.adamw(FALLING), group, max_skipped=max_skipped, **options)
+            for max_skipped in (None, 9)
+        )
+        params = {"in": torch.ones(4, 5), "bias": torch.ones(5), "out": torch.ones(5, 3)}
+        batches = [torch.full((4, 4), value) for value in (1.0, math.inf, 0.5, 0.25)]
+
+        def stepped(state: Any, first: int, *loops: Any) -> Any:
+            for z, batch in zip(loops, batches[first:], strict=False):
+                state, _ = z.step(state, batch)
+            return state
+
+        state, first = (stepped(z.init(params), 0, z, z) for z in (late, eager))
+        zf.save(tmp_path, state)
+        loaded = zf.load(tmp_path, like=eager.init(params)).state
+        numbers = loaded.num_skipped, loaded.num_applied, type(loaded.num_applied)
+        # A state goes from one kind of run to the other.
+        ends = [
+            stepped(first, 2, eager, eager),
+            stepped(loaded, 2, eager, late),
+            stepped(state, 2, late, eager),
+        ]
+        found = [
+            (eager.params(end), float(end.loss_scale.scale), int(end.num_applied)) for end in ends
+        ]
+        return numbers, found
+
+    numbers, found = zf.simulate(2, main)[0]
+    assert numbers == (1, 1, int)
+    assert_same_bits(found[1:], found[:1] * 2)
 
 
 LIMBS = ops.squares_in_bins(torch.zeros(1)).numel() - 1
