@@ -73,7 +73,7 @@ nitpick_ignore = [
 ]
 
 html_theme = "furo"
-html_title = f"zfun {release}"
+html_title = "zfun"  # the sidebar names the version
 html_static_path = ["_static"]
 html_css_files = ["zfun.css"]
 html_js_files = ["versions.js"]
@@ -106,6 +106,7 @@ nb_execution_timeout = 300
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
 
+python_maximum_signature_line_length = 60  # longer ones have one argument a line
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
@@ -155,7 +156,7 @@ def gather_pictures(target: Path) -> None:
                 (target / name).write_bytes(base64.b64decode(image))
                 alt = caption.replace("`", "")
                 page += [f":::{{figure}} pictures/{name}", f":alt: {alt}"]
-                page += ["", caption, ":::", ""]
+                page += [":width: 100%", "", caption, ":::", ""]
         page += ["::::", ""]
     (target / "gallery.txt").write_text("\n".join(page), encoding="utf-8")
 
@@ -196,12 +197,34 @@ def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node |
     ):
         if name in domain.objects:
             found = domain.resolve_xref(
-                env, node["refdoc"], app.builder, "obj", name, node, contnode
+                env, node["refdoc"], app.builder, "obj", name, node, public(contnode)
             )
             if found is not None:
                 return found
     is_plain = short in PLAIN or short.startswith("_") or target.startswith(FOREIGN)
-    return contnode if is_plain else None
+    return public(contnode) if is_plain else None
+
+
+def public(shown: Any) -> Any:
+    """Show a private module path as the documented name, or as the name alone."""
+    text = shown.astext()
+    if "._" in text and not text.startswith("_"):
+        shown.clear()
+        shown += nodes.Text(_same_object(text) or text.rpartition(".")[2])
+    return shown
+
+
+def shorten_defaults(
+    app: Any,
+    what: str,
+    name: str,
+    found: object,
+    options: Any,
+    signature: str,
+    result: str,
+) -> tuple[str, str] | None:
+    """Show a default that is an object as dots, because Python cannot read its repr."""
+    return signature and (re.sub(r"<\w+ [^<>]*>", "...", signature), result)
 
 
 MODULES = [
@@ -326,5 +349,6 @@ def setup(app: Any) -> None:
     runpy.run_path(str(HERE / "measured.py"))["draw"](HERE / "pictures")
     app.connect("doctree-resolved", check_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("autodoc-process-signature", shorten_defaults)
     app.connect("missing-reference", resolve)
     app.connect("build-finished", list_versions)
