@@ -121,12 +121,12 @@ def tradeoff(size: int = 8, *, narrow: bool = False) -> Figure:
     bars(memory, [stage.held(size) for stage in STAGES], list(PARTS.values()))
     bars(traffic, [stage.sent(size) for stage in STAGES], list(PARTS.values())[:2])
     memory.set_yticks(range(len(STAGES)), [stage.name for stage in STAGES])
-    memory.set_xlim(0, 17.5)
+    memory.set_xlim(0, 17.4 if narrow else 17.5)
     if narrow:
         traffic.set_yticks(range(len(STAGES)), [stage.name for stage in STAGES])
     else:
         traffic.set_yticks([])
-    traffic.set_xlim(0, 17.5 if narrow else 12)
+    traffic.set_xlim(0, 17.4 if narrow else 12)
     memory.set_title("held by each rank", loc="left", fontsize=11.5)
     traffic.set_title("sent by each rank in a step", loc="left", fontsize=11.5)
     figure.text(
