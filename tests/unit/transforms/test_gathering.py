@@ -45,8 +45,8 @@ class Product(torch.autograd.Function):
 
 
 class Fused(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return Product.apply(input, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
+        return Product.apply(x, self.weight, self.bias)
 
 
 class Mlp(nn.Module):
@@ -139,8 +139,8 @@ class Unwary(Product):
 
 
 class Bare(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return Unwary.apply(input, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
+        return Unwary.apply(x, self.weight, self.bias)
 
 
 def test_without_gather_the_error_names_it() -> None:
@@ -178,10 +178,10 @@ class Noting(Fused):
     noted: ClassVar[list[StorageWeakRef]] = []
     counts: ClassVar[list[int]] = []
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.noted.append(StorageWeakRef(self.weight.untyped_storage()))
         self.counts.append(sum(not storage.expired() for storage in self.noted))
-        return super().forward(input)
+        return super().forward(x)
 
 
 def test_parameters_are_released_after_each_module() -> None:
