@@ -1,4 +1,4 @@
-"""Steps under ``torch.compile`` run as they are; other tracers and transforms are refused."""
+"""Steps run as they are under ``torch.compile``; other tracers, transforms, captures are refused."""
 
 from __future__ import annotations
 
@@ -175,3 +175,58 @@ def test_a_step_inside_of_a_transform_or_a_trace_is_refused(name: str, stage: in
         around(lambda x: zero.step(state, x)[1].loss)
     # The state is as it was.
     zero.step(state, BATCH)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say that the thread captures a CUDA graph; no GPU takes part."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["init", "step", "vjp", "update"])
+def test_the_capture_of_a_step_is_refused(
+    stage: int, name: str, request: pytest.FixtureRequest
+) -> None:
+    zero = zero_of(stage)
+    state = zero.init(params())
+    loss, pullback, buffers = zero.vjp(loss_fn, state, BATCH)
+    calls = {
+        "init": lambda: zero.init(params()),
+        "step": lambda: zero.step(state, BATCH),
+        "vjp": lambda: zero.vjp(loss_fn, state, BATCH),
+        "update": lambda: zero.update(state, pullback(torch.ones(())), loss, buffers),
+    }
+    request.getfixturevalue("capture")
+    with pytest.raises(zf.ZfunError, match="got a call inside of the capture of a CUDA graph"):
+        calls[name]()
+
+
+def test_the_capture_of_a_sharded_loss_is_refused(request: pytest.FixtureRequest) -> None:
+    group = zf.process_group()
+    vg, flat = zf.value_and_grad(zf.shard_params(loss_fn, group)), zf.shard(params(), group)
+    vg(flat, BATCH)
+    request.getfixturevalue("capture")
+    # The gradients of whole parameters read nothing, and run.
+    zf.data_parallel(zf.value_and_grad(loss_fn), group)(params(), BATCH)
+    with pytest.raises(zf.ZfunError, match=r"the loss of shard_params\(\) chooses gathers"):
+        vg(flat, BATCH)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_donated_parameters_keep_their_memory(stage: int, size: int) -> None:
+    """A graph replays addresses."""
+
+    def main(group: zf.Group) -> list[int]:
+        zero = zf.zero(stage, loss_fn, optim.adamw(0.1), group)
+        state = zero.init(params())
+        found = []
+        for _ in range(3):
+            state, _ = zero.step(state, BATCH)
+            found += [buffer.data_ptr() for buffer in state.params.buffers]
+        return found
+
+    for found in zf.simulate(size, main):
+        assert len(set(found)) == len(found) // 3
