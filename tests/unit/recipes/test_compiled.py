@@ -1,4 +1,4 @@
-"""Steps run as they are under ``torch.compile``; other tracers, transforms, captures are refused."""
+"""Steps run as they are under ``torch.compile``; other tracers, transforms, graphs are refused."""
 
 from __future__ import annotations
 
