@@ -31,6 +31,7 @@ author = "the zfun authors"
 copyright = author
 release = version = importlib.import_module("zfun").__version__
 
+templates_path = ["_templates"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -75,6 +76,20 @@ html_theme = "furo"
 html_title = f"zfun {release}"
 html_static_path = ["_static"]
 html_css_files = ["zfun.css"]
+html_js_files = ["versions.js"]
+html_sidebars = {
+    "**": [
+        f"sidebar/{name}.html"
+        for name in (
+            "brand",
+            "versions",
+            "search",
+            "scroll-start",
+            "navigation",
+            "scroll-end",
+        )
+    ]
+}
 html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#0072B2",
@@ -288,6 +303,23 @@ def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
             )
 
 
+def list_versions(app: Any, exception: Exception | None) -> None:
+    """List the versions beside the folder of this one, and lead a visitor to the newest."""
+    folder = Path(app.outdir).parent
+    numbers = [
+        re.fullmatch(r"v(\d+)\.(\d+)", path.name)
+        for path in (*folder.iterdir(), Path(app.outdir))
+        if path.is_dir()
+    ]
+    found = {(int(number[1]), int(number[2])) for number in numbers if number}
+    names = [f"v{major}.{minor}" for major, minor in sorted(found, reverse=True)]
+    if exception or Path(app.outdir).name not in names:
+        return
+    (folder / "versions.json").write_text(json.dumps(names), encoding="utf-8")
+    page = f'<!doctype html><meta http-equiv="refresh" content="0; url={names[0]}/">'
+    (folder / "index.html").write_text(page, encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     copy_notebooks()
     gather_pictures(HERE / "pictures")
@@ -295,3 +327,4 @@ def setup(app: Any) -> None:
     app.connect("doctree-resolved", check_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", resolve)
+    app.connect("build-finished", list_versions)
