@@ -23,7 +23,7 @@ share, ``_fingerprint`` a digest of a tensor, and ``_fake`` tensors with shapes 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
 from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
-from zfun.ops._norm import squares_in_bins, total_of_bins
+from zfun.ops._norm import squares_in_bins, total_of_bins, total_on_device
 from zfun.ops._ravel import ravel, ravel_into, unravel
 from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._steps import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, scale_into
@@ -53,6 +53,7 @@ __all__ = [
     "sum_dequantised",
     "sum_in_rank_order",
     "total_of_bins",
+    "total_on_device",
     "uncompiled",
     "unpack_signs",
     "unravel",
