@@ -29,7 +29,7 @@ from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._steps import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, scale_into
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
-from zfun.ops._tensors import is_abstract, uncompiled, use, wide
+from zfun.ops._tensors import is_abstract, is_capturing, uncompiled, use, wide
 
 __all__ = [
     "AdagradRule",
@@ -42,6 +42,7 @@ __all__ = [
     "fake_mode",
     "fingerprint",
     "is_abstract",
+    "is_capturing",
     "message_bytes",
     "pack_signs",
     "quantise",

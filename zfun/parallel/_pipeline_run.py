@@ -210,7 +210,7 @@ class PipelineStep:
         elif kind == WEIGHTS:
             call = self._open.pop((stage, k))
             assert call.rest is not None
-            self._add(k, call.rest(), call.weights)
+            self._add(k, call, call.rest)
         elif kind == "SEND_F":
             # The pullback says which outputs have a graph.
             call = self._open[stage, k]
@@ -284,9 +284,14 @@ class PipelineStep:
         inputs = grad_leaves(call.x)
         weight = None if call.weights is None else call.weights[0]
         if is_whole:
-            grads, found = call.pullback.with_inputs(cotangents, inputs, weight=weight)
+            found: list[Tensor | None] = []
+
+            def run() -> Any:
+                grads, found[:] = call.pullback.with_inputs(cotangents, inputs, weight=weight)
+                return grads
+
+            self._add(k, call, run)
             del self._open[stage, k]
-            self._add(k, grads, call.weights)
         else:
             found, call.rest = call.pullback.inputs_first(
                 cotangents, inputs, call.views, weight=weight
@@ -299,12 +304,21 @@ class PipelineStep:
         call.x = call.out = None
         call.views = []
 
-    def _add(self, k: int, grads: Any, weights: Tensor | None) -> None:
+    def _add(self, k: int, call: Open, run: Callable[[], Any]) -> None:
+        """Add the gradients of a micro-batch, which a function computes."""
+        total, weights = self.results.grads, call.weights
+        if weights is None and call.pullback.adds_onto(total):
+            grads = run()
+            # A leaf that one of the two uses is used.
+            unused = dict.fromkeys(path for path in total.missed if path in grads.missed)
+            self.results.grads = grads.with_missed(unused)
+            return
+        grads = run()
         if weights is not None:
             self.results.weights[k] = weights[1]
             # Divided by the weight of all micro-batches at the end.
             grads = times(grads, weights[1]) if len(self._batches) > 1 else grads
-        self.results.grads = add_grads(self.results.grads, grads)
+        self.results.grads = add_grads(total, grads)
 
 
 def forward_only(

@@ -431,3 +431,35 @@ def test_metrics_go_one_way_whatever_a_rank_passes(
         found = mean_metrics([({"accuracy": value}, 3)], group)["accuracy"]
         assert float(found) == 0.5
     assert ways == ["over the hosts", "connected"]
+
+
+def _summed(group: NativeGroup) -> Any:
+    return zf.data_parallel(zf.value_and_grad(_loss), group)
+
+
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "of a rank": lambda group: zf.value_and_grad(_loss),
+    "parts of a sum": _summed,
+    "whole": lambda group: zf.transforms.replicate_grads(_summed(group), group),
+    "in shards": lambda group: zf.shard_grads(_summed(group), group),
+    "of shards": lambda group: zf.value_and_grad(zf.shard_params(_loss, group)),
+}
+
+
+@pytest.mark.parametrize("form", GRADIENTS)
+def test_a_graph_of_gradients_would_leave_nothing_out_below_stage_3(
+    group: NativeGroup, ways: list[str], form: str
+) -> None:
+    """A replay repeats no read of a number, and no gather over the hosts."""
+    with Waits():
+        parts = {"w": torch.eye(6).to(DEVICE), "b": torch.zeros(6, device=DEVICE)}
+        params: Any = dict.fromkeys(LAYERS, parts)
+        params = zf.tree.map(torch.clone, params)
+        value = zf.shard(params, group) if form == "of shards" else params
+        vg = GRADIENTS[form](group)
+        for _ in range(3):
+            Waits.places.clear()
+            ways.clear()
+            vg(value, torch.ones(8, 6, device=DEVICE))
+    assert Waits.places.total() == 0
+    assert bool(ways) == (form == "of shards")

@@ -163,7 +163,12 @@ class GradientFunction(ZfunGradient):
 
             return found, rest
 
-        return values, Pullback(pull, call.executor.abandon, outputs.paths, halve)
+        def onto(total: Flat) -> bool:
+            is_alike = total.group is call.group and total.placement is self.placement
+            is_alike = is_alike and total.layout == call.layout
+            return is_alike and call.executor.reducer.add_onto(total.buffers)
+
+        return values, Pullback(pull, call.executor.abandon, outputs.paths, halve, onto)
 
     def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
         """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""
