@@ -14,9 +14,12 @@ local tree, and for each model axis the rule by which the local tree comes from 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -60,14 +63,38 @@ class ParallelLoss:
         self.model_axes = tuple(axes)
 
     def __call__(self, params: Any, *batch: Any) -> Any:
+        known = _known.get()
+        for axis in self.model_axes:
+            if known is not None and axis.group.size > 1 and axis.group not in known:
+                raise OptionError(
+                    "zf.zero() cuts leaves over the model axes of the loss that it gets; got a "
+                    f"function around a loss over {axis.group!r}, and so whole leaves; put the "
+                    "function inside of the transform that cuts, or copy the attributes of its "
+                    "result with functools.wraps()"
+                )
         return self.fn(params, *batch)
+
+
+# The model axes of the run that calls a loss; None for calls outside of runs.
+_known: ContextVar[tuple[Group, ...] | None] = ContextVar("zfun_parallel_known", default=None)
+
+
+@contextlib.contextmanager
+def knowing(groups: tuple[Group, ...]) -> Iterator[None]:
+    """The context of a run that has cut its leaves over some model axes."""
+    token = _known.set(groups)
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
     """Return the model axes of a loss; empty for a plain function.
 
     Args:
-        loss: any loss.
+        loss: any loss; a ``functools.partial``, and a function with ``__wrapped__``, as
+            :func:`zfun.remat` and :func:`zfun.cast` return, have the axes of the loss inside.
 
     Returns:
         The axes; the first one spreads the logical tree, the next one what is left on a rank.
@@ -80,7 +107,13 @@ def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
         >>> model_axes(lambda params, batch: params["w"].sum())
         ()
     """
-    return getattr(loss, "model_axes", ())
+    while not hasattr(loss, "model_axes"):
+        name = "func" if isinstance(loss, functools.partial) else "__wrapped__"
+        loss = getattr(loss, name, None)
+        if loss is None:
+            return ()
+    found: tuple[ModelAxis, ...] = loss.model_axes
+    return found
 
 
 def call_with(
