@@ -125,14 +125,14 @@ def expert_parallel(
     if isinstance(loss, Pipeline):
         raise OptionError(
             "expert_parallel() takes the loss of a batch; got a pipeline, whose stages pass "
-            "activations on; use an expert axis without a pipeline"
+            "activations on; put expert_parallel() around each of its stages"
         )
     mean = _MeanLoss(loss, axis, tuple(experts), tuple(gathered))
 
     def rule(path: str, leaf: Any) -> Cut | None:
         return None if mean.kind_of(path) == "whole" else Cut(0)
 
-    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)))
+    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)), mean.inner)
 
 
 class _MeanLoss:
@@ -155,8 +155,13 @@ class _MeanLoss:
         matches = lambda globs: any(fnmatch.fnmatchcase(path, glob) for glob in globs)
         return next((kind for kind, globs in self.globs.items() if matches(globs)), "whole")
 
-    @ops.uncompiled
     def __call__(self, params: tree.Tree, *batch: Any) -> Any:
+        """Return the mean over the axis."""
+        return self._mean(self.inner(params, *batch))
+
+    @ops.uncompiled
+    def inner(self, params: tree.Tree, *batch: Any) -> Any:
+        """Return the result of this rank's batch, such as the activations of a stage."""
         if isinstance(params, Flat):
             raise PlacementError(
                 "expert_parallel() takes a loss of whole leaves; got sharded parameters; put "
@@ -177,7 +182,7 @@ class _MeanLoss:
         # A graph holds a lazy leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
-        return self._mean(out)
+        return out
 
     def _shared(self, own: Tensor, path: str, kind: str) -> LazyLeaf:
         """Return a leaf that the ranks share, whose gradient backward sums at each use."""
@@ -193,6 +198,7 @@ class _MeanLoss:
         source = BucketSource(load)
         return LazyLeaf(shape, own.dtype, own.device, own.requires_grad, path, source)
 
+    @ops.uncompiled
     def _mean(self, out: Any) -> Any:
         """Average the result of a loss over the axis."""
         _, total, weight, aux = parse(out)
