@@ -73,14 +73,16 @@ def expert_parallel(
 
     The loss calls :func:`dispatch` where tokens meet experts, as models of
     :func:`zfun.interop.transformers.expert_parallel` do. It is averaged over the axis, so
-    :func:`zfun.zero` gets the other data axes alone, and each rank of both a batch of its own.
+    :func:`zfun.zero` gets the other data axes alone, and each rank of both a batch of its own. As a
+    stage of :func:`zfun.pipeline`, only the last one is averaged; the others give activations.
 
     Args:
         loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`, of
             this rank's experts and of other leaves that are whole.
         axis: the ranks that share the experts, such as ``mesh["ep"]``; of a mesh, another axis than
             those of :func:`zfun.zero`.
-        experts: globs of the paths of leaves that are cut along dim 0, where their experts lie.
+        experts: globs of the paths of leaves that are cut along dim 0, where their experts lie;
+            none for a stage without experts.
         gathered: globs of other leaves that are cut along dim 0 between uses. This saves their
             state, and sends as much as a sum of gradients does, half of it in forward.
 
