@@ -20,7 +20,7 @@ from zfun.parallel._pipeline_messages import Arrival, Channel, form_of, grad_lea
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.transforms import Pullback, add_grads, open_batch
 from zfun.transforms.grads._accumulate import times
-from zfun.transforms.grads._pullback import View
+from zfun.transforms.grads._pullback import View, seed_of
 from zfun.transforms.grads._value import NO_AUX, parse
 
 StartVjp: TypeAlias = Callable[[Callable[..., Any], Any], tuple[Any, Pullback]]
@@ -151,7 +151,7 @@ class PipelineStep:
         start: StartVjp,
         batches: Sequence[Any],
         group: Group,
-        loss_scale: float,
+        loss_scale: float | Tensor,
     ) -> None:
         self.results = Results()
         self._stages = stages
@@ -270,7 +270,7 @@ class PipelineStep:
     def _backward(self, stage: int, k: int, *, is_whole: bool) -> None:
         call = self._open[stage, k]
         if stage == self._last:
-            cotangents: Any = {"total": torch.full_like(call.out["total"], self._loss_scale)}
+            cotangents: Any = {"total": seed_of(call.out["total"], self._loss_scale)}
             if call.weights is not None:
                 # Both in one tensor, for the stages before.
                 summed = self._summed.pop(k).wait()

@@ -230,6 +230,13 @@ class Pullback:
         return Pullback(pull, self.close, self.paths)
 
 
+def seed_of(total: Tensor, scale: float | Tensor) -> Tensor:
+    """Return the cotangent of a loss: the loss scale, which may lie on the device of the loss."""
+    if isinstance(scale, Tensor):
+        return scale.to(total.dtype).expand_as(total)
+    return torch.full_like(total, scale)
+
+
 class Outputs:
     """The outputs of a function: the leaves with a graph, and detached ones for the caller.
 
@@ -262,7 +269,7 @@ class Outputs:
             for path, root in zip(self._paths, self.roots, strict=True)
         )
 
-    def seeds(self, cotangents: Any, scale: float) -> list[Tensor | None]:
+    def seeds(self, cotangents: Any, scale: float | Tensor) -> list[Tensor | None]:
         """Return a cotangent for each root, times a factor.
 
         Raises:
@@ -289,7 +296,10 @@ class Outputs:
                     leaf=path,
                 )
             seed = seed.detach().to(root.dtype)
-            found.append(seed if scale == 1.0 else seed * scale)
+            if isinstance(scale, Tensor):
+                found.append(seed * scale.to(seed.dtype))
+            else:
+                found.append(seed if scale == 1.0 else seed * scale)
         for path, leaf in by_path.items():
             if leaf is not None:
                 raise SpecMismatch(
