@@ -56,11 +56,18 @@ class ParallelLoss:
     Args:
         fn: ``(params, batch) -> scalar``, of the leaves that this rank holds.
         axes: see :func:`model_axes`; the first one cuts the logical tree, the next one its pieces.
+        inner: ``fn`` without a mean over an axis, for a stage of a pipeline that returns no loss.
     """
 
-    def __init__(self, fn: Callable[..., Any], axes: Sequence[ModelAxis]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        axes: Sequence[ModelAxis],
+        inner: Callable[..., Any] | None = None,
+    ) -> None:
         self.fn = self.__wrapped__ = fn
         self.model_axes = tuple(axes)
+        self.inner = inner or fn
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         known = _known.get()
@@ -143,21 +150,39 @@ def _hand_back(own: Any, left: Any, known: set[int]) -> None:
             own[key] = new
 
 
-def axes_inside(stages: Sequence[Callable[..., Any]]) -> list[Group]:
-    """Return the groups of the model axes of the stages of a pipeline, each once.
+def as_stage(loss: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
+    """Return the function of a stage of a pipeline; only the last one has a loss to average."""
+    return loss.inner if isinstance(loss, ParallelLoss) and not is_last else loss
+
+
+def axes_inside(
+    stages: Sequence[Callable[..., Any]],
+    rule: Callable[[Group, str, Any], Cut | Held | None],
+) -> list[ModelAxis]:
+    """Return the model axes of the stages of a pipeline, each once.
+
+    Args:
+        stages: the stages.
+        rule: how a leaf is spread over an axis by the stages that use it.
 
     Raises:
-        OptionError: the ranks of such an axis have batches of their own.
+        OptionError: the ranks of an axis have batches of their own in some stages only.
     """
     found = {id(x.group): x for fn in stages for x in model_axes(fn)}
     for axis in found.values():
-        if axis.has_batches:
-            raise OptionError(
-                "the ranks inside of a stage of a pipeline have one batch; got a stage of "
-                f"expert_parallel(), whose ranks have their own, over {axis.group!r}; use an "
-                "expert axis without a pipeline"
-            )
-    return [axis.group for axis in found.values()]
+        for stage, fn in enumerate(stages):
+            known = [x.has_batches for x in model_axes(fn) if x.group is axis.group]
+            if axis.has_batches and known != [True]:
+                raise OptionError(
+                    "the ranks of an expert axis have batches of their own, so every stage of a "
+                    f"pipeline sums gradients over the axis; got stage {stage} without "
+                    f"expert_parallel() over {axis.group!r}; write expert_parallel(stage, axis, "
+                    "experts=[]) for a stage without experts"
+                )
+    return [
+        ModelAxis(axis.group, functools.partial(rule, axis.group), axis.has_batches)
+        for axis in found.values()
+    ]
 
 
 def beside_model_axes(group: Group, loss: Any) -> Group:
