@@ -197,21 +197,23 @@ def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node |
     ):
         if name in domain.objects:
             found = domain.resolve_xref(
-                env, node["refdoc"], app.builder, "obj", name, node, public(contnode)
+                env, node["refdoc"], app.builder, "obj", name, node, contnode
             )
             if found is not None:
                 return found
     is_plain = short in PLAIN or short.startswith("_") or target.startswith(FOREIGN)
-    return public(contnode) if is_plain else None
+    return contnode if is_plain else None
 
 
-def public(shown: Any) -> Any:
-    """Show a private module path as the documented name, or as the name alone."""
-    text = shown.astext()
-    if "._" in text and not text.startswith("_"):
-        shown.clear()
-        shown += nodes.Text(_same_object(text) or text.rpartition(".")[2])
-    return shown
+def show_public_names(app: Any, doctree: nodes.document, docname: str) -> None:
+    """Show the private module path of a type as the documented name, or as the name alone."""
+    for text in list(doctree.findall(nodes.Text)):
+        name = text.astext()
+        if isinstance(text.parent, nodes.emphasis) and re.fullmatch(
+            r"zfun(\.\w+)*\._[\w.]+", name
+        ):
+            shown = _same_object(name) or name.rpartition(".")[2]
+            text.parent.replace(text, nodes.Text(shown))
 
 
 def shorten_defaults(
@@ -348,6 +350,7 @@ def setup(app: Any) -> None:
     gather_pictures(HERE / "pictures")
     runpy.run_path(str(HERE / "measured.py"))["draw"](HERE / "pictures")
     app.connect("doctree-resolved", check_pictures)
+    app.connect("doctree-resolved", show_public_names)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("autodoc-process-signature", shorten_defaults)
     app.connect("missing-reference", resolve)
