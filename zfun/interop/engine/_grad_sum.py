@@ -122,7 +122,7 @@ class GradSum:
         layout, like, mesh = params.layout, self.grads, self._mesh
         factor = 1.0 if divided else self._factor
         whole = [
-            scale_grads(strays[slot.path].detach(), factor)
+            scale_grads(strays[slot.path].detach().to_dense(), factor)
             if slot.path in strays
             else torch.zeros(slot.shape, dtype=slot.dtype, device=layout.device)
             for slot in layout.leaves
