@@ -159,6 +159,18 @@ class GradSum:
         first, least = self._clipped or (norm, bound)
         self._clipped = first, min(least, bound)
 
+    def clamp(self, bound: float, *, keeps_overflow: bool) -> None:
+        """Clip each element."""
+        self.cut()
+        if self.grads is None:
+            return
+        here = stores.resident(self.grads)
+        small = [x.clamp(-bound, bound) for x in here.buffers]
+        if keeps_overflow:
+            pairs = zip(small, here.buffers, strict=True)
+            small = [torch.where(x.isfinite(), clipped, x) for clipped, x in pairs]
+        self.grads = here.with_buffers(small)
+
     def cut(self) -> None:
         """Clip now, because other gradients are added to the clipped ones, or code reads these."""
         clipped, grads, self._clipped = self._clipped, self.grads, None
