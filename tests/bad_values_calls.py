@@ -1316,7 +1316,11 @@ def spawned(group: Any) -> int:
 
 case("collectives.spawn", lambda g: {"n": 2, "fn": spawned, "args": ()})
 
-case("functional", lambda g: {"module": torch.nn.Linear(2, 2)}, lambda g, fn: sorted(fn.params))
+case(
+    "functional",
+    lambda g: {"module": torch.nn.Linear(2, 2), "gather": [""]},
+    lambda g, fn: sorted(fn.params),
+)
 case("transforms.split_batch", lambda g: {"batch": BATCH, "count": 2})
 case("transforms.map_batch", lambda g: {"fn": lambda x: x, "batch": BATCH})
 case(

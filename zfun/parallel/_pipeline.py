@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from zfun import ops
 from zfun.collectives import (
@@ -127,7 +128,7 @@ class Pipeline(ParallelLoss):
         slots: tuple[LeafSlot, ...],
         spreads: Mapping[str, Spread] | None,
         device: torch.device,
-        loss_scale: float,
+        loss_scale: float | Tensor,
         deliver: Callable[[Flat], Flat],
     ) -> tuple[Any, Any, Any]:
         """Run the schedule; every rank must call, with a batch that is equal along the axis.

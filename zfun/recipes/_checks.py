@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zfun import collectives, stores, tree
+from zfun import collectives, ops, stores, tree
 from zfun.collectives import Group, LeafRecord, gather_values, global_ranks, model_groups
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat, own_piece
@@ -98,12 +98,14 @@ def refuse_transforms() -> None:
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     ):
         around = "torch.export, make_fx or another tracer"
+    elif ops.is_capturing():
+        around = "the capture of a CUDA graph"
     else:
         return
     raise ZfunError(
-        "a step reads numbers and starts collectives, so a step runs outside of transforms and "
-        f"traces; got a call inside of {around}; transform or trace the loss alone, and "
-        "differentiate with zf.vjp()"
+        "a step reads numbers and starts collectives, so a step runs outside of transforms, traces "
+        f"and captures; got a call inside of {around}; transform, trace or capture the loss alone, "
+        "and differentiate with zf.vjp()"
     )
 
 
