@@ -6,7 +6,7 @@
 #                  in an environment of its own
 #   make lint      check style and types   make format    rewrite the style
 #   make figures   print the size of the house: lines, imports, parameters, names, folders
-#   make docs      build the site (docs/_build/html)
+#   make docs      build the site (docs/_build/html, a folder for each version)
 #   make bench     a training step beside DDP and FSDP2 on two local ranks
 #   make bench-deepspeed    the same beside DeepSpeed, in an environment of its own; it compiles C++, so the first run takes minutes
 #   make bench-facade       one DeepSpeed script with DeepSpeed and with zfun's names for it, in the same environment
@@ -93,7 +93,8 @@ figures:
 	$(PYTHON) -m tools.figures
 
 docs: $(VENV)/.docs
-	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -b html -d docs/_build/doctrees docs \
+		"docs/_build/html/v$$($(BIN)/python -c 'import zfun; print(zfun.__version__.rpartition(".")[0])')"
 
 bench: $(VENV)/.base
 	$(BIN)/python benchmarks/step.py $(BENCH_FLAGS)
@@ -123,9 +124,10 @@ $(GPU_VENV)/.gpu: pyproject.toml
 	$(GPU_PIP) install --quiet --editable . --group gpu
 	@touch $@
 
-# The tag waits for packages that are right and for a checkout without changes.
+# The tag waits for packages that are right, a dated changelog, and a checkout without changes.
 release: $(VENV)/.release
 	test -z "$$(git status --porcelain)"
+	grep -q "^## \[$$($(BIN)/python -c 'import zfun; print(zfun.__version__)')\] - 2" CHANGELOG.md
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*

@@ -31,6 +31,7 @@ author = "the zfun authors"
 copyright = author
 release = version = importlib.import_module("zfun").__version__
 
+templates_path = ["_templates"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -72,9 +73,23 @@ nitpick_ignore = [
 ]
 
 html_theme = "furo"
-html_title = f"zfun {release}"
+html_title = "zfun"  # the sidebar names the version
 html_static_path = ["_static"]
 html_css_files = ["zfun.css"]
+html_js_files = ["versions.js"]
+html_sidebars = {
+    "**": [
+        f"sidebar/{name}.html"
+        for name in (
+            "brand",
+            "versions",
+            "search",
+            "scroll-start",
+            "navigation",
+            "scroll-end",
+        )
+    ]
+}
 html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#0072B2",
@@ -91,6 +106,7 @@ nb_execution_timeout = 300
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
 
+python_maximum_signature_line_length = 60  # longer ones have one argument a line
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
@@ -140,7 +156,7 @@ def gather_pictures(target: Path) -> None:
                 (target / name).write_bytes(base64.b64decode(image))
                 alt = caption.replace("`", "")
                 page += [f":::{{figure}} pictures/{name}", f":alt: {alt}"]
-                page += ["", caption, ":::", ""]
+                page += [":width: 100%", "", caption, ":::", ""]
         page += ["::::", ""]
     (target / "gallery.txt").write_text("\n".join(page), encoding="utf-8")
 
@@ -187,6 +203,30 @@ def resolve(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node |
                 return found
     is_plain = short in PLAIN or short.startswith("_") or target.startswith(FOREIGN)
     return contnode if is_plain else None
+
+
+def show_public_names(app: Any, doctree: nodes.document, docname: str) -> None:
+    """Show the private module path of a type as the documented name, or as the name alone."""
+    for text in list(doctree.findall(nodes.Text)):
+        name = text.astext()
+        if isinstance(text.parent, nodes.emphasis) and re.fullmatch(
+            r"zfun(\.\w+)*\._[\w.]+", name
+        ):
+            shown = _same_object(name) or name.rpartition(".")[2]
+            text.parent.replace(text, nodes.Text(shown))
+
+
+def shorten_defaults(
+    app: Any,
+    what: str,
+    name: str,
+    found: object,
+    options: Any,
+    signature: str,
+    result: str,
+) -> tuple[str, str] | None:
+    """Show a default that is an object as dots, because Python cannot read its repr."""
+    return signature and (re.sub(r"<\w+ [^<>]*>", "...", signature), result)
 
 
 MODULES = [
@@ -288,10 +328,30 @@ def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
             )
 
 
+def list_versions(app: Any, exception: Exception | None) -> None:
+    """List the versions beside the folder of this one, and lead a visitor to the newest."""
+    folder = Path(app.outdir).parent
+    numbers = [
+        re.fullmatch(r"v(\d+)\.(\d+)", path.name)
+        for path in (*folder.iterdir(), Path(app.outdir))
+        if path.is_dir()
+    ]
+    found = {(int(number[1]), int(number[2])) for number in numbers if number}
+    names = [f"v{major}.{minor}" for major, minor in sorted(found, reverse=True)]
+    if exception or Path(app.outdir).name not in names:
+        return
+    (folder / "versions.json").write_text(json.dumps(names), encoding="utf-8")
+    page = f'<!doctype html><meta http-equiv="refresh" content="0; url={names[0]}/">'
+    (folder / "index.html").write_text(page, encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     copy_notebooks()
     gather_pictures(HERE / "pictures")
     runpy.run_path(str(HERE / "measured.py"))["draw"](HERE / "pictures")
     app.connect("doctree-resolved", check_pictures)
+    app.connect("doctree-resolved", show_public_names)
     app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("autodoc-process-signature", shorten_defaults)
     app.connect("missing-reference", resolve)
+    app.connect("build-finished", list_versions)

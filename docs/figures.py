@@ -106,30 +106,42 @@ def bars(axes: Axes, rows: list[tuple[float, ...]], colours: list[str]) -> None:
     axes.tick_params(colors=INK, length=0)
 
 
-def tradeoff(size: int = 8) -> Figure:
-    """Draw memory and traffic, stage by stage."""
-    figure = canvas(10, 3.9)
-    memory, traffic = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    figure.subplots_adjust(left=0.125, right=0.97, top=0.7, bottom=0.19, wspace=0.12)
+def tradeoff(size: int = 8, *, narrow: bool = False) -> Figure:
+    """Draw memory and traffic, stage by stage: below each other for a narrow screen."""
+    if narrow:
+        figure = canvas(5, 5.8)
+        memory, traffic = figure.subplots(2, 1)
+        figure.subplots_adjust(left=0.23, right=0.97, top=0.79, bottom=0.12, hspace=0.4)
+    else:
+        figure = canvas(10, 3.9)
+        memory, traffic = figure.subplots(1, 2, width_ratios=(1.5, 1))
+        figure.subplots_adjust(
+            left=0.125, right=0.97, top=0.7, bottom=0.19, wspace=0.12
+        )
     bars(memory, [stage.held(size) for stage in STAGES], list(PARTS.values()))
     bars(traffic, [stage.sent(size) for stage in STAGES], list(PARTS.values())[:2])
     memory.set_yticks(range(len(STAGES)), [stage.name for stage in STAGES])
-    memory.set_xlim(0, 17.5)
-    traffic.set_yticks([])
-    traffic.set_xlim(0, 12)
+    memory.set_xlim(0, 17.4 if narrow else 17.5)
+    if narrow:
+        traffic.set_yticks(range(len(STAGES)), [stage.name for stage in STAGES])
+    else:
+        traffic.set_yticks([])
+    traffic.set_xlim(0, 17.4 if narrow else 12)
     memory.set_title("held by each rank", loc="left", fontsize=11.5)
     traffic.set_title("sent by each rank in a step", loc="left", fontsize=11.5)
     figure.text(
         0.012,
         0.93,
-        "A rank holds less at every stage; only ZeRO-3 sends more",
+        "A rank holds less at every stage;"
+        + ("\n" if narrow else " ")
+        + "only ZeRO-3 sends more",
         fontsize=14,
         fontweight="bold",
         va="center",
     )
     figure.text(
         0.012,
-        0.845,
+        0.865 if narrow else 0.845,
         f"bytes for each float32 parameter, Adam, {size} ranks",
         fontsize=11,
         color="#555555",
@@ -141,7 +153,7 @@ def tradeoff(size: int = 8) -> Figure:
         list(PARTS),
         frameon=False,
         loc="lower left",
-        bbox_to_anchor=(0.11, -0.005),
+        bbox_to_anchor=(0 if narrow else 0.11, -0.005),
         ncols=3,
         handlelength=1.0,
         handleheight=1.0,
@@ -532,6 +544,7 @@ FIGURES = {
     "plan": plan,
     "schedules": schedules,
     "tradeoff": tradeoff,
+    "tradeoff_narrow": functools.partial(tradeoff, narrow=True),
     "placements": placements,
     "bucket": bucket,
 }

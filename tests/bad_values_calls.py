@@ -1219,6 +1219,7 @@ case(
     2,
     count=("zero",),
 )
+case("reductions.norm_on_device", lambda g: {"grads": sharded(g)}, same, 2)
 case("reductions.any_rank", lambda g: {"flag": g.rank == 1, "group": g}, same, 2)
 case(
     "reductions.mean_metrics",
@@ -1316,7 +1317,11 @@ def spawned(group: Any) -> int:
 
 case("collectives.spawn", lambda g: {"n": 2, "fn": spawned, "args": ()})
 
-case("functional", lambda g: {"module": torch.nn.Linear(2, 2)}, lambda g, fn: sorted(fn.params))
+case(
+    "functional",
+    lambda g: {"module": torch.nn.Linear(2, 2), "gather": [""]},
+    lambda g, fn: sorted(fn.params),
+)
 case("transforms.split_batch", lambda g: {"batch": BATCH, "count": 2})
 case("transforms.map_batch", lambda g: {"fn": lambda x: x, "batch": BATCH})
 case(

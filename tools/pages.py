@@ -29,8 +29,6 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("[!_]
 RANKS = {"from-fsdp.md": 2}  # pages whose blocks are a program for several processes
 CELL = "{code-cell} ipython3"
 DEEPSPEED = "import deepspeed"  # the first line of the block that needs DeepSpeed
-# The functions of the pages have no annotations, so that they stay short.
-STRICT = "# mypy: allow-untyped-defs, allow-untyped-calls, disallow-subclassing-any=False\n"
 
 
 class Block(NamedTuple):
@@ -86,7 +84,7 @@ def write_programs(folder: Path) -> None:
         for block in blocks(page):
             if block.kind == "python" and is_whole(block.code):
                 name = re.sub(r"\W", "_", str(page.relative_to(ROOT).with_suffix("")))
-                text = STRICT + "\n" * (block.line - 1) + block.code
+                text = "\n" * block.line + block.code
                 (folder / f"{name}_{block.line}.py").write_text(text, encoding="utf-8")
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zfun import tree as tree
     from zfun import typing as typing
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))  # noqa: F405
 

@@ -16,12 +16,15 @@ with the original module.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +32,14 @@ from torch import Tensor, nn
 
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat
+from zfun.options import ANY, TEXT, each, takes
 from zfun.transforms import Remat, gather
 
 __all__ = ["Functional", "functional"]
 
 
-def functional(module: nn.Module) -> Functional:
+@takes(module=ANY, gather=each(TEXT, "globs of the paths of modules", "['*.mlp']"))
+def functional(module: nn.Module, *, gather: Sequence[str] = ()) -> Functional:
     """Turn a module into a function of its parameters.
 
     Like ``torch.func.functional_call``, and right for more modules: the parameters of a call stay
@@ -43,14 +48,17 @@ def functional(module: nn.Module) -> Functional:
     ranks may share one module, and a module may be registered under several names.
 
     Args:
-        module: any module. Its values are not used where a call gives tensors, so the module may
-            be on the ``meta`` device.
+        module: any module, also one on the ``meta`` device, if calls give all of its tensors.
+        gather: globs of paths of modules, such as ``"*.mlp"``, that pass parameters to an
+            ``autograd.Function``; ``""`` is the module itself. At stage 3 the parameters of such a
+            module, and of all modules in it, are whole tensors while its ``forward`` runs.
 
     Returns:
         The function, with :attr:`Functional.params` and :attr:`Functional.buffers` of the module.
 
     Raises:
-        OptionError: ``module`` is no ``nn.Module``, or is compiled by ``torch.jit``.
+        OptionError: ``module`` is no ``nn.Module``, or is compiled by ``torch.jit``; a glob that
+            matches no module.
 
     Example:
         >>> import torch
@@ -62,7 +70,7 @@ def functional(module: nn.Module) -> Functional:
         >>> sorted(zero.params(state))
         ['bias', 'weight']
     """
-    return Functional(module)
+    return Functional(module, gather)
 
 
 class Functional:
@@ -72,7 +80,7 @@ class Functional:
         module: the module, which no call changes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, gather: Sequence[str] = ()) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(
                 f"functional() takes an nn.Module; got {type(module).__name__}; a function of "
@@ -84,6 +92,7 @@ class Functional:
                 "module that torch.jit compiled"
             )
         self.module = module
+        self._gathering = _matching(module, gather)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -118,9 +127,7 @@ class Functional:
         if torch.compiler.is_dynamo_compiling():
             # Dynamo traces functional_call, and gives a checkpoint the tensors of the call.
             return torch.func.functional_call(self.module, dict(params), args, kwargs)
-        tree = _ModuleTree(self.module)
-        given = tree.replaced(params)
-        copies = _Copies(tree.modules, given)
+        tree, copies = self._copies(params)
         out = copies.of(self.module)(*args, **kwargs)
         if isinstance(params, MutableMapping):
             for name, (owner, key) in tree.buffers.items():
@@ -154,8 +161,14 @@ class Functional:
             >>> bound.eval().forward(torch.ones(2))
             tensor([2.])
         """
+        return self._copies(params)[1].of(self.module)
+
+    def _copies(self, params: Mapping[str, Tensor]) -> tuple[_ModuleTree, _Copies]:
         tree = _ModuleTree(self.module)
-        return _Copies(tree.modules, tree.replaced(params)).of(self.module)
+        copies = _Copies(tree.modules, tree.replaced(params))
+        for module in self._gathering:
+            _gather_in_forward(copies.of(module))
+        return tree, copies
 
     def __repr__(self) -> str:
         return f"functional({type(self.module).__name__})"
@@ -355,26 +368,68 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
+def _matching(root: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that match a glob, and those inside, but none that torch compiles."""
+    parts = dict(root.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, None] = {}
+    for glob in globs:
+        # A star leaves the root out, because the root's forward would gather everything at once.
+        paths = [path for path in parts if fnmatch.fnmatchcase(path, glob) and (path or not glob)]
+        if not paths:
+            raise OptionError(
+                f"each glob of functional(gather=) matches the path of a module; got {glob!r}, "
+                f"which matches none of {[*parts][1:5]}; mend the glob; see model.named_modules()"
+            )
+        found |= dict.fromkeys(inside for path in paths for inside in parts[path].modules())
+    # A compiled part gathers all of its parameters by itself.
+    for part in root.modules():
+        if part._compiled_call_impl or hasattr(part.forward, "_torchdynamo_orig_callable"):
+            for inside in part.modules():
+                found.pop(inside, None)
+    return [*found]
+
+
+@contextlib.contextmanager
+def _whole(module: nn.Module) -> Iterator[None]:
+    """Gather the lazy leaves of a module for a while."""
+    slots = [(inside, inside._parameters) for inside in module.modules()]
+    try:
+        for inside, leaves in slots:
+            inside._parameters = gather(leaves)
+        yield
+    finally:
+        # A held tensor would keep the bucket from being released.
+        for inside, leaves in slots:
+            inside._parameters = leaves
+
+
 def _gathering(compiled: Callable[..., Any], inner: Any) -> Callable[..., Any]:
     """Return compiled code of a module that gathers lazy leaves first, as compiled code must."""
-    owner = getattr(inner, "__self__", getattr(inner, "__wrapped__", None))
-    if not isinstance(owner, nn.Module):
+    module = getattr(inner, "__self__", getattr(inner, "__wrapped__", None))
+    if not isinstance(module, nn.Module):
         return compiled
-    module: nn.Module = owner
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        slots = [(inside, inside._parameters) for inside in module.modules()]
-        try:
-            for inside, leaves in slots:
-                inside._parameters = gather(leaves)
+        with _whole(module):
             return compiled(*args, **kwargs)
-        finally:
-            # A held tensor would keep the bucket from being released.
-            for inside, leaves in slots:
-                inside._parameters = leaves
 
     return call
+
+
+def _gather_in_forward(module: nn.Module) -> None:
+    """Let the ``forward`` of a copy run on gathered parameters."""
+    # A strong reference would be a cycle, which keeps the tensors of the call alive.
+    reference, own = weakref.ref(module), module.__dict__.get("forward")
+
+    @functools.wraps(type(module).forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module = reference()
+        assert module is not None  # the caller has it
+        with _whole(module):
+            return own(*args, **kwargs) if own else type(module).forward(module, *args, **kwargs)
+
+    module.__dict__["forward"] = forward
 
 
 def _differ(new: Any, old: Any) -> bool:

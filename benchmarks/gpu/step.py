@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.contenders import CONTENDERS, ONE_PROCESS, Setting, Step, model_of
 
 NAMES = [ONE_PROCESS, "functional", "ddp", "fsdp2", "zfun-0", "zfun-1", "zfun-2", "zfun-3"]
-WARM_STEPS = 5
 # The largest distance of losses whose sums are taken in another order.
 ALLOWED = {"fp32": 1e-3, "bf16": 2e-2}
 
@@ -107,7 +106,7 @@ def make(name: str, args: argparse.Namespace, group: zf.Group) -> Contender:
         Setting(model, model.build().to(args.device), group, args.dtype == "bf16", args.device)
     )
     contender = Contender(step, iter(model.batches(0, 1)), args.device, 0)
-    contender.take(WARM_STEPS, timed=False)
+    contender.take(args.warm_steps, timed=False)
     # Optimizers make the state in the first step.
     contender.held_bytes = allocated(args.device) - before
     contender.peak_bytes = 0
@@ -158,6 +157,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=5, help="steps of each contender in each round"
     )
+    parser.add_argument("--warm-steps", type=int, default=5, help="steps before the first round")
     parser.add_argument(
         "--only",
         nargs="*",

@@ -19,6 +19,7 @@ from triton._C import libtriton
 from triton.runtime import interpreter
 
 from zfun import ops
+from zfun.ops import reference
 from zfun.ops import triton as kernels_of_triton
 from zfun.ops.reference._rounding import fma_into
 
@@ -184,6 +185,29 @@ def check_steps(device: str) -> None:
     assert all(taken)
 
 
+def check_steps_left_out(device: str) -> None:
+    """A step reads its factor and its flag where they lie, and without the flag writes nothing."""
+    for index, (rule, num_moments) in enumerate(STEPS):
+        name = type(rule).__name__.removesuffix("Rule").lower()
+        name = "plain_sgd" if name == "sgd" and not num_moments else name
+        for numel, is_taken in ((1100, True), (1100, False), (7, False)):
+            values = [numbers(numel, 40 + place) for place in range(2)]
+            values += [numbers(numel, 50 + place).abs() for place in range(num_moments)]
+            values[1][3] = torch.inf if not is_taken else 1.0
+            scale = torch.tensor(0.37, dtype=torch.float64)
+            flag = torch.tensor(is_taken)
+            found, there, expected = (
+                [x.to(place, copy=True) for x in values] for place in (device, device, "cpu")
+            )
+            if is_taken:
+                reference.step(name, expected[0], expected[1], expected[2:], None, rule, 0.37)
+            numbers_there = scale.to(device), flag.to(device)
+            for kernels, held in ((kernels_of_triton, found), (reference, there)):
+                kernels.step(name, held[0], held[1], held[2:], None, rule, *numbers_there)
+                for a, b in zip(held, expected, strict=True):
+                    same(a, b, f"{kernels.__name__} {rule} {index} {numel} {is_taken}")
+
+
 def round_once(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """``x y + z`` with one rounding, as on a GPU.
 
@@ -203,6 +227,7 @@ CHECKS: list[Callable[..., None]] = [
     check_ravel,
     check_squares,
     check_steps,
+    check_steps_left_out,
 ]
 
 if __name__ == "__main__":

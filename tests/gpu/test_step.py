@@ -48,6 +48,36 @@ def test_stages_agree_on_the_gpu(stage: int) -> None:
     assert_same_bits(train(stage, "cuda"), train(0, "cuda"))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_the_device_leaves_out_has_the_bits_of_the_host(stage: int) -> None:
+    def run(max_skipped: int | None) -> Any:
+        z = zf.zero(
+            stage,
+            models.mlp_loss,
+            zf.optim.chain(zf.optim.clip_by_global_norm(0.1), zf.optim.adamw(0.05)),
+            zf.process_group(),
+            bucket_bytes=300,
+            precision=zf.Precision(loss_scale=zf.optim.dynamic_loss_scale(256.0)),
+            max_skipped=max_skipped,
+        )
+        state = z.init(tree.map(lambda leaf: leaf.to("cuda"), models.mlp()))
+        skipped = []
+        for place, (batch, *_) in enumerate(models.mlp_batches(5, 1)):
+            batch = batch.to("cuda") * (torch.inf if place == 1 else 1.0)
+            # The first steps compile kernels and allocate.
+            if place == 4 and max_skipped is None:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                state, info = z.step(state, batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            skipped.append(info.skipped)
+        assert list(map(bool, skipped)) == [False, True, False, False, False]
+        return z.params(state), [x.cpu() for x in tree.leaves(state.opt_state)]
+
+    assert_same_bits(run(None), run(9))
+
+
 def test_offload_moves_the_state_to_host_memory() -> None:
     kept = zf.stores.host()
     stores = zf.stores.Offload(params=kept, grads=zf.stores.host(), optimizer=zf.stores.host())

@@ -134,6 +134,13 @@ def test_compiled_and_plain_copies_agree_in_every_bit(
             assert same_bits(total, ops.total_of_bins(ops.squares_in_bins(expected)[None]))
         exact = expected.double().square().sum()
         torch.testing.assert_close(total, exact, rtol=1e-12, atol=1e-320, equal_nan=True)
+        # A sum that has zeros of both signs, also where no tensor is.
+        added = torch.linspace(-3, 3, numel).to(dtype)
+        added[::3] = -0.0
+        both = added + expected
+        with ops.use(kernels):
+            ops.ravel_into(added, tensors, offsets, scale=factor, table=table, adds=True)
+        assert same_bits(added, both)
 
 
 @settings(max_examples=examples(60), deadline=None)

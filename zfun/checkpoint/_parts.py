@@ -72,11 +72,24 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, (Flat, MasterState, LossScaleState))
 
 
+def _has_counts(value: Any) -> bool:
+    # A ZeroState, which later modules define.
+    return isinstance(value, tuple) and hasattr(value, "num_skipped")
+
+
+def _with_numbers(value: Any) -> Any:
+    """Read the counts of a state that its device keeps; those of other states are numbers."""
+    if not _has_counts(value):
+        return value
+    return value._replace(num_skipped=int(value.num_skipped), num_applied=int(value.num_applied))
+
+
 def map_parts(
     fn: Callable[[Part], Any], state: tree.Tree, prefix: str = ".", like: Part | None = None
 ) -> tree.Tree:
     """Apply ``fn`` to every part of a state; the parts inherit the marks of ``like``."""
     like = like or Part("", None)
+    state = tree.map(_with_numbers, state, is_leaf=lambda x: _is_node(x) or _has_counts(x))
     leaves, spec = tree.flatten(state, is_leaf=_is_node)
     found: list[Any] = []
     for path, leaf in zip(tree.paths(state, is_leaf=_is_node), leaves, strict=True):

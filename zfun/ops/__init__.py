@@ -23,13 +23,13 @@ share, ``_fingerprint`` a digest of a tensor, and ``_fake`` tensors with shapes 
 from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
 from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
-from zfun.ops._norm import squares_in_bins, total_of_bins
+from zfun.ops._norm import squares_in_bins, total_of_bins, total_on_device
 from zfun.ops._ravel import ravel, ravel_into, unravel
 from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._steps import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, scale_into
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
-from zfun.ops._tensors import is_abstract, uncompiled, use, wide
+from zfun.ops._tensors import is_abstract, is_capturing, uncompiled, use, wide
 
 __all__ = [
     "AdagradRule",
@@ -42,6 +42,7 @@ __all__ = [
     "fake_mode",
     "fingerprint",
     "is_abstract",
+    "is_capturing",
     "message_bytes",
     "pack_signs",
     "quantise",
@@ -52,6 +53,7 @@ __all__ = [
     "sum_dequantised",
     "sum_in_rank_order",
     "total_of_bins",
+    "total_on_device",
     "uncompiled",
     "unpack_signs",
     "unravel",

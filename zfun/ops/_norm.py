@@ -71,6 +71,56 @@ def total_of_bins(rows: Tensor) -> Tensor:
     return torch.tensor(total + special, dtype=torch.float64, device="cpu")
 
 
+# A digit is the 32 bits of a limb. Three digits, of which the first is not 0, have 65 to 96 bits.
+_LOW = 0xFFFFFFFF
+
+
+@torch.no_grad()
+def total_on_device(rows: Tensor) -> Tensor:
+    """Add rows as :func:`total_of_bins` does, to the same bits, without a wait of the host.
+
+    Args:
+        rows: int64, one row for each piece.
+
+    Returns:
+        The sum of the squares, a 0-dim float64 tensor on the device of the rows.
+
+    Example:
+        >>> total_on_device(squares_in_bins(torch.full((100,), 2.0))[None])
+        tensor(400., dtype=torch.float64)
+    """
+    if is_abstract(rows):
+        return torch.empty((), dtype=torch.float64, device="cpu")
+    lower, upper = _as_two(rows)
+    special = lower[-1:].view(torch.float64)[0]
+    # Two more digits in front for the gather below, and room behind for what is carried.
+    digits = torch.nn.functional.pad((lower + upper)[:-1], (2, 1))
+    for _ in range(2):
+        carried = digits >> 32
+        digits = (digits & _LOW) + torch.nn.functional.pad(carried[:-1], (1, 0))
+    # Now a digit carries at most 1. It is carried on by digits of ones alone, so a digit gets the
+    # carry of the last digit below that has not ones alone.
+    places = torch.arange(len(digits), device=digits.device)
+    origin = torch.where(digits == _LOW, 0, places).cummax(0).values
+    carry = (digits > _LOW).to(torch.int64)[origin]
+    digits = (digits + torch.nn.functional.pad(carry[:-1], (1, 0))) & _LOW
+    first = torch.where(digits != 0, places, 2).amax()
+    third, second, top = digits[first - 2 + places[:3]]
+    rest = ((digits != 0) & (places < first - 2)).any()
+    # The upper 53 bits at most, and the lower ones, whose last bit stands for all below, add up in
+    # float64 with one rounding.
+    high = (top << 21) | (second >> 11)
+    low = ((second & 0x7FF) << 32) | third | rest
+    total = high.to(torch.float64) * 2.0**43 + low.to(torch.float64)
+    # Two factors, because one may be outside of float64. Both products are exact, or infinite: the
+    # terms are numbers of float64, so a total below its normal numbers has few digits.
+    exponent = 32 * (first - 4) + LOWEST
+    half = exponent >> 1
+    for power in (half, exponent - half):
+        total = total * ((power + 1023) << 52).view(torch.float64)
+    return total + special
+
+
 def _as_two(rows: Tensor) -> Tensor:
     """Add rows to two, one limb longer, of the lower and upper halves of the limbs.
 

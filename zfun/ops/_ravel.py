@@ -53,6 +53,7 @@ def ravel_into(
     *,
     scale: float | Tensor = 1.0,
     table: AddressTable | None = None,
+    adds: bool = False,
 ) -> None:
     """Copy tensors into a buffer in one pass: cast, scale, zeros in between.
 
@@ -67,6 +68,7 @@ def ravel_into(
         scale: factor applied to every element; a number, or a 0-dim tensor on the buffer's device,
             so that the host need not wait for it.
         table: where addresses are kept between the calls for one bucket.
+        adds: add to the buffer, with the bits of a second buffer that is added to this one.
 
     Raises:
         RuntimeError: autograd would have to record the copy.
@@ -92,12 +94,15 @@ def ravel_into(
     if taken:
         from zfun.ops import numba
 
-        numba.ravel_into(out, table, float(scale))
+        numba.ravel_into(out, table, float(scale), adds=adds)
         return
     with torch.no_grad():
-        triton = triton_for(out)
-        if triton is None or not triton.ravel_into(out, tensors, offsets, scale):
-            reference.ravel_into(out, tensors, offsets, scale)
+        target = torch.empty_like(out) if adds else out
+        triton = triton_for(target)
+        if triton is None or not triton.ravel_into(target, tensors, offsets, scale):
+            reference.ravel_into(target, tensors, offsets, scale)
+        if adds:
+            out.add_(target)
 
 
 def unravel(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,8 @@ numbers, so a step does nothing.
 
 The rules of single elements multiply the gradient by ``scale``, a number or a 0-dim tensor, with
 the bits of :func:`scale_into` first. Where gradients have the dtype that the step is computed in,
-the kernel multiplies, and no product lies in memory.
+the kernel multiplies, and no product lies in memory. They write nothing where ``taken``, a 0-dim
+truth value, is False. Both may lie on the device of the buffers; then the host does not wait.
 """
 
 from __future__ import annotations
@@ -37,27 +38,34 @@ def _step(
     change: Tensor | None,
     constants: Any,
     scale: float | Tensor | None,
+    taken: Tensor | None = None,
 ) -> None:
     """Take a step with the kernels for where the parameters live."""
+    abstract = is_abstract(param)
+    if taken is not None and taken.is_cpu and not abstract:
+        if not bool(taken):
+            return
+        taken = None
     if scale is not None and grad.dtype != wide(param.dtype):
         # The product is rounded to the dtype of the gradients, so it is made beside them.
         product = torch.empty_like(grad)
         scale_into(product, grad, scale)
         grad, scale = product, None
-    abstract = is_abstract(param)
-    factor = 1.0 if scale is None or abstract else float(scale)
-    arguments = (rule, param, grad, moments, change, constants, factor)
+    if abstract:
+        return
+    factor: Any = 1.0 if scale is None else scale
+    if not isinstance(factor, Tensor) or factor.is_cpu:
+        factor = float(factor)
+    arguments: Any = (rule, param, grad, moments, change, constants, factor)
     if compiled() and is_plain(param):
         from zfun.ops import numba
 
         if numba.step(*arguments):
             return
-    if abstract:
-        return
     with torch.no_grad():
         triton = triton_for(param)
-        if triton is None or not triton.step(*arguments):
-            reference.step(*arguments)
+        if triton is None or not triton.step(*arguments, taken):
+            reference.step(*arguments, taken=taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +109,9 @@ class AdamRule:
         nu: Tensor,
         change: Tensor | None,
         scale: float | Tensor | None = None,
+        taken: Tensor | None = None,
     ) -> None:
-        _step("adam", param, grad, (mu, nu), change, self, scale)
+        _step("adam", param, grad, (mu, nu), change, self, scale, taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +146,12 @@ class SgdRule:
         velocity: Tensor | None,
         change: Tensor | None,
         scale: float | Tensor | None = None,
+        taken: Tensor | None = None,
     ) -> None:
         if velocity is None:
-            _step("plain_sgd", param, grad, (), change, self, scale)
+            _step("plain_sgd", param, grad, (), change, self, scale, taken)
         else:
-            _step("sgd", param, grad, (velocity,), change, self, scale)
+            _step("sgd", param, grad, (velocity,), change, self, scale, taken)
 
     def without_velocity(
         self,
@@ -149,9 +159,10 @@ class SgdRule:
         grad: Tensor,
         change: Tensor | None,
         scale: float | Tensor | None = None,
+        taken: Tensor | None = None,
     ) -> None:
         """Take a step without a velocity."""
-        self(param, grad, None, change, scale)
+        self(param, grad, None, change, scale, taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +197,9 @@ class LionRule:
         mu: Tensor,
         change: Tensor | None,
         scale: float | Tensor | None = None,
+        taken: Tensor | None = None,
     ) -> None:
-        _step("lion", param, grad, (mu,), change, self, scale)
+        _step("lion", param, grad, (mu,), change, self, scale, taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +233,9 @@ class AdagradRule:
         total: Tensor,
         change: Tensor | None,
         scale: float | Tensor | None = None,
+        taken: Tensor | None = None,
     ) -> None:
-        _step("adagrad", param, grad, (total,), change, self, scale)
+        _step("adagrad", param, grad, (total,), change, self, scale, taken)
 
 
 @dataclass(frozen=True, slots=True)

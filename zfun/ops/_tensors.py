@@ -105,6 +105,11 @@ def uncompiled(fn: Callable[_Args, _Out]) -> Callable[_Args, _Out]:
     return fn
 
 
+def is_capturing() -> bool:
+    """Whether this thread captures a CUDA graph, which replays kernels and nothing of Python."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_plain(*tensors: Tensor) -> bool:
     """Whether all tensors lie in CPU memory as their dtypes, shapes and addresses say."""
     # A loop, because a generator costs a call for each tensor.

@@ -17,6 +17,7 @@ from zfun.optim._base import PrepareInner as PrepareInner
 from zfun.optim._base import prepared as prepared
 from zfun.optim._chain import chain
 from zfun.optim._cycles import one_cycle, one_cycle_momentum
+from zfun.optim._factors import deciding_on_host as deciding_on_host
 from zfun.optim._hyperparams import (
     HyperparamsState,
     hyperparams,

@@ -83,10 +83,10 @@ def _chained(parts: tuple[Optimizer, ...]) -> Optimizer:
         return updates, (*states, last)
 
     def apply(
-        grads: Tree, state: State, params: Tree, *, donate: bool = False
+        grads: Tree, state: State, params: Tree, *, donate: bool = False, **options: Any
     ) -> tuple[Tree, State]:
         grads, states = thread(grads, state, params, last_place - (factor is not None))
-        options: dict[str, Any] = {"donate": donate}
+        options["donate"] = donate
         if factor is not None:
             options["scale"] = factor(grads, state[-2])
             states.append(state[-2])

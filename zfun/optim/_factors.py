@@ -1,4 +1,4 @@
-"""Optimizers that multiply by a number, and steps whose kernels can do that for them."""
+"""Optimizers that multiply by a number, and steps whose kernels do that, or leave out a step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class FactorUpdate:
 class ScalingApply:
     """``apply`` of an optimizer whose kernels multiply the gradients by a number first.
 
+    The kernels write nothing, and no count grows, where ``taken`` is False: a 0-dim truth value,
+    which may lie on a device.
+
     Attributes:
-        run: ``run(grads, state, params, donate, scale) -> (params, state)``.
+        run: ``run(grads, state, params, donate, scale, taken) -> (params, state)``.
     """
 
     run: Callable[..., tuple[Tree, State]]
@@ -45,10 +48,23 @@ class ScalingApply:
         *,
         donate: bool = False,
         scale: Tensor | float | None = None,
+        taken: Tensor | None = None,
     ) -> tuple[Tree, State]:
-        return self.run(grads, state, params, donate, scale)
+        return self.run(grads, state, params, donate, scale, taken)
 
 
 def is_scaling(optimizer: Optimizer) -> bool:
     """Whether the kernels of an optimizer multiply the gradients by a number."""
     return isinstance(optimizer.apply, ScalingApply)
+
+
+def deciding_on_host(optimizer: Optimizer) -> Optimizer | None:
+    """Return a part whose steps the host alone can leave out; ``None`` if there is none."""
+    if is_scaling(optimizer):
+        return None
+    if optimizer.name == "chain":
+        *before, last = optimizer.parts
+        others = (part for part in before if not isinstance(part.update, FactorUpdate))
+        return next(others, None) or deciding_on_host(last)
+    inner = next(filter(None, map(deciding_on_host, optimizer.parts)), None)
+    return inner or (None if optimizer.name == "with_master" else optimizer)

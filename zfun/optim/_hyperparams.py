@@ -273,13 +273,13 @@ def _reading(
         return new, state._replace(inner=after)
 
     def scaling(
-        grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
+        grads: Tree, state: State, params: Tree, donate: bool, scale: Any, taken: Any
     ) -> tuple[Tree, State]:
         step: Any = at(state).apply
-        options: dict[str, Any] = {}
-        if scale is not None:
+        pairs = (("scale", scale), ("taken", taken))
+        options: dict[str, Any] = {name: value for name, value in pairs if value is not None}
+        if options:
             check_kind(step, ScalingApply)
-            options["scale"] = scale
         new, after = step(grads, state.inner, params, donate=donate, **options)
         return new, state._replace(inner=after)
 

@@ -6,8 +6,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from zfun import tree
 from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, change_layout, check_same_layout
@@ -119,9 +117,9 @@ def _by_label(parts: dict[str, Optimizer], table: _Table) -> Optimizer:
         return run("apply", grads, state, params, donate=donate)
 
     def scaling(
-        grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
+        grads: Tree, state: State, params: Tree, donate: bool, scale: Any, taken: Any
     ) -> tuple[Tree, State]:
-        return run("apply", grads, state, params, donate=donate, scale=scale)
+        return run("apply", grads, state, params, donate=donate, scale=scale, taken=taken)
 
     def prepare(grads: Tree | None, state: State, params: Tree) -> Optimizer | None:
         _check_state(state, parts)

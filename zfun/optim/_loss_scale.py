@@ -15,6 +15,8 @@ from zfun.options import integer, number, takes
 class LossScaleState(NamedTuple):
     """State of a :class:`LossScale`: 0-dim tensors on the CPU.
 
+    They lie on the device where the device leaves steps out (``zf.zero(max_skipped=None)``).
+
     Attributes:
         scale: the factor of the next step's loss, float32.
         hysteresis: how many more overflows until the scale halves, int64.
@@ -106,7 +108,7 @@ def dynamic_loss_scale(
         )
 
     def update(state: LossScaleState, finite: bool | Tensor) -> LossScaleState:
-        clean = torch.as_tensor(finite, device="cpu")
+        clean = torch.as_tensor(finite, device=state.count.device)
         exhausted = state.hysteresis == 1
         if raise_at_min and bool(~clean & exhausted & (state.scale <= min_scale)):
             raise NonFiniteError(
@@ -159,7 +161,7 @@ def static_loss_scale(scale: float) -> LossScale:
         )
 
     def update(state: LossScaleState, finite: bool | Tensor) -> LossScaleState:
-        clean = torch.as_tensor(finite, device="cpu")
+        clean = torch.as_tensor(finite, device=state.count.device)
         return state._replace(
             count=state.count + 1,
             last_overflow=torch.where(clean, state.last_overflow, state.count),

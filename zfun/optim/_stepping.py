@@ -112,13 +112,13 @@ def elementwise(
 def of_rules(
     make_state: Callable[..., Any], names: Sequence[str], kernel_at: Callable[..., Kernel]
 ) -> Optimizer:
-    """Make an optimizer like :func:`elementwise` of kernels that take ``scale=``."""
+    """Make an optimizer like :func:`elementwise` of kernels that take ``scale=`` and ``taken=``."""
     init, step = _init_and_step(make_state, names, kernel_at)
 
     def run(
-        grads: Tree, state: State, params: Tree, donate: bool, scale: Tensor | float | None
+        grads: Tree, state: State, params: Tree, donate: bool, scale: Any, taken: Any
     ) -> tuple[Tree, State]:
-        return step(grads, state, params, Into(updates=False, donate=donate), scale)
+        return step(grads, state, params, Into(updates=False, donate=donate), scale, taken)
 
     return assemble(init, step)._replace(apply=ScalingApply(run))
 
@@ -138,6 +138,7 @@ def _init_and_step(
         params: Tree,
         into: Into,
         scale: Tensor | float | None = None,
+        taken: Tensor | None = None,
     ) -> tuple[Tree, State]:
         check_fields(state, "count", *names)
         rows = aligned(params, gradients=grads, **{name: getattr(state, name) for name in names})
@@ -147,8 +148,10 @@ def _init_and_step(
             each: kernel_at(count, count - each) if counts_twice else kernel_at(count)
             for each in missed
         }
-        if scale is not None:
-            kernels = {each: partial(kernel, scale=scale) for each, kernel in kernels.items()}
+        pairs = (("scale", scale), ("taken", taken))
+        options = {name: value for name, value in pairs if value is not None}
+        if options:
+            kernels = {each: partial(kernel, **options) for each, kernel in kernels.items()}
         held = [own([row[2 + place] for row in rows], into.donate) for place in range(len(names))]
         targets, changes = into.targets([row[0] for row in rows])
         for index, (row, target, change) in enumerate(zip(rows, targets, changes, strict=True)):
@@ -162,7 +165,8 @@ def _init_and_step(
             for start, stop, age in runs[index]:
                 kernels[age](*(None if x is None else x[start:stop] for x in vectors))
         spec = tree.structure(params)
-        after = make_state(state.count + 1, *(tree.unflatten(spec, moment) for moment in held))
+        count_after = state.count + (1 if taken is None else taken)
+        after = make_state(count_after, *(tree.unflatten(spec, moment) for moment in held))
         return tree.unflatten(spec, into.results(targets, changes)), after
 
     return init, step

@@ -87,8 +87,11 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 @torch.no_grad()
 def _clipping(grads: Tree, max_norm: float) -> Tensor:
     """Return the factor that shrinks gradients to a norm."""
+    norm = global_norm(grads)
+    # A number of the host would be turned over first on a device, and then multiply.
+    bound = torch.full_like(norm, float(max_norm))
     # clamp keeps NaN, so a norm that is NaN reaches the parameters, or the step that tests for NaN.
-    return torch.clamp((global_norm(grads) + 1e-6) / float(max_norm), min=1.0).reciprocal()
+    return torch.clamp((norm + 1e-6) / bound, min=1.0).reciprocal()
 
 
 def _times(factor: Tensor) -> Optimizer:

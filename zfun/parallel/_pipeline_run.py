@@ -20,7 +20,7 @@ from zfun.parallel._pipeline_messages import Arrival, Channel, form_of, grad_lea
 from zfun.parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from zfun.transforms import Pullback, add_grads, open_batch
 from zfun.transforms.grads._accumulate import times
-from zfun.transforms.grads._pullback import View
+from zfun.transforms.grads._pullback import View, seed_of
 from zfun.transforms.grads._value import NO_AUX, parse
 
 StartVjp: TypeAlias = Callable[[Callable[..., Any], Any], tuple[Any, Pullback]]
@@ -151,7 +151,7 @@ class PipelineStep:
         start: StartVjp,
         batches: Sequence[Any],
         group: Group,
-        loss_scale: float,
+        loss_scale: float | Tensor,
     ) -> None:
         self.results = Results()
         self._stages = stages
@@ -210,7 +210,7 @@ class PipelineStep:
         elif kind == WEIGHTS:
             call = self._open.pop((stage, k))
             assert call.rest is not None
-            self._add(k, call.rest(), call.weights)
+            self._add(k, call, call.rest)
         elif kind == "SEND_F":
             # The pullback says which outputs have a graph.
             call = self._open[stage, k]
@@ -270,7 +270,7 @@ class PipelineStep:
     def _backward(self, stage: int, k: int, *, is_whole: bool) -> None:
         call = self._open[stage, k]
         if stage == self._last:
-            cotangents: Any = {"total": torch.full_like(call.out["total"], self._loss_scale)}
+            cotangents: Any = {"total": seed_of(call.out["total"], self._loss_scale)}
             if call.weights is not None:
                 # Both in one tensor, for the stages before.
                 summed = self._summed.pop(k).wait()
@@ -284,9 +284,14 @@ class PipelineStep:
         inputs = grad_leaves(call.x)
         weight = None if call.weights is None else call.weights[0]
         if is_whole:
-            grads, found = call.pullback.with_inputs(cotangents, inputs, weight=weight)
+            found: list[Tensor | None] = []
+
+            def run() -> Any:
+                grads, found[:] = call.pullback.with_inputs(cotangents, inputs, weight=weight)
+                return grads
+
+            self._add(k, call, run)
             del self._open[stage, k]
-            self._add(k, grads, call.weights)
         else:
             found, call.rest = call.pullback.inputs_first(
                 cotangents, inputs, call.views, weight=weight
@@ -299,12 +304,21 @@ class PipelineStep:
         call.x = call.out = None
         call.views = []
 
-    def _add(self, k: int, grads: Any, weights: Tensor | None) -> None:
+    def _add(self, k: int, call: Open, run: Callable[[], Any]) -> None:
+        """Add the gradients of a micro-batch, which a function computes."""
+        total, weights = self.results.grads, call.weights
+        if weights is None and call.pullback.adds_onto(total):
+            grads = run()
+            # A leaf that one of the two uses is used.
+            unused = dict.fromkeys(path for path in total.missed if path in grads.missed)
+            self.results.grads = grads.with_missed(unused)
+            return
+        grads = run()
         if weights is not None:
             self.results.weights[k] = weights[1]
             # Divided by the weight of all micro-batches at the end.
             grads = times(grads, weights[1]) if len(self._batches) > 1 else grads
-        self.results.grads = add_grads(self.results.grads, grads)
+        self.results.grads = add_grads(total, grads)
 
 
 def forward_only(

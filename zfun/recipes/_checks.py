@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zfun import collectives, stores, tree
+from zfun import collectives, ops, stores, tree
 from zfun.collectives import Group, LeafRecord, gather_values, global_ranks, model_groups
 from zfun.errors import LeafError, OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat, own_piece
@@ -74,7 +74,12 @@ def check_is_flat(name: str, value: Any, remedy: str, *, optional: bool = False)
 def check_used(state: ZeroState, num_unused: Sequence[int], group: Group) -> None:
     """Refuse a step without a gradient on any rank; each rank has a number of unused leaves."""
     num_leaves = len(state.params.layout.leaves)
-    if not num_leaves or min(num_unused) < num_leaves:
+    is_used, has_leaves = num_leaves > 0 and min(num_unused) < num_leaves, num_leaves > 0
+    for axis in model_groups(group):
+        # Along a model axis ranks have other leaves, and one of them may use its own.
+        sides = collectives.gather_json([is_used, has_leaves], axis, "used leaves")
+        is_used, has_leaves = (any(flags) for flags in zip(*sides, strict=True))
+    if is_used or not has_leaves:
         return
     raise LeafError(
         f"a loss must use its parameters; in step {state.step} no trained leaf got a gradient on "
@@ -98,12 +103,14 @@ def refuse_transforms() -> None:
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     ):
         around = "torch.export, make_fx or another tracer"
+    elif ops.is_capturing():
+        around = "the capture of a CUDA graph"
     else:
         return
     raise ZfunError(
-        "a step reads numbers and starts collectives, so a step runs outside of transforms and "
-        f"traces; got a call inside of {around}; transform or trace the loss alone, and "
-        "differentiate with zf.vjp()"
+        "a step reads numbers and starts collectives, so a step runs outside of transforms, traces "
+        f"and captures; got a call inside of {around}; transform, trace or capture the loss alone, "
+        "and differentiate with zf.vjp()"
     )
 
 

@@ -14,7 +14,7 @@ from zfun.checkpoint import check_saves
 from zfun.collectives import global_ranks, model_groups
 from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat
-from zfun.parallel import LocalTree, Pipeline, model_axes
+from zfun.parallel import LocalTree, Pipeline, knowing, model_axes
 from zfun.placement import R
 from zfun.recipes._checks import (
     check_is_flat,
@@ -25,11 +25,12 @@ from zfun.recipes._checks import (
 )
 from zfun.recipes._compose import gradient_of
 from zfun.recipes._known import KnownStates
+from zfun.recipes._late import counts_of, with_counts
 from zfun.recipes._options import ZeroOptions
 from zfun.recipes._precision import whole_tree
 from zfun.recipes._start import first_values, local_tree, role_of
 from zfun.recipes._state import StepInfo, Zero, ZeroState
-from zfun.recipes._update import scale_of, takes_terms, updated
+from zfun.recipes._update import is_one, scale_of, takes_terms, updated
 from zfun.transforms import GradientFunction, MicroBatches, Pullback, Tape, WeightedMean, vjp
 from zfun.transforms.buffers import place_buffers, running
 from zfun.transforms.optimizer._placing import deliver
@@ -51,6 +52,7 @@ class Loop:
         known: the kinds of states that were compared with the options.
         hook: the update in backward of the step that runs now.
         local: this rank's leaves of the logical tree, if the loss goes over model axes.
+        counts: the counts of the last state, where the device decides whether to take a step.
     """
 
     def __init__(self, recipe: ZeroOptions) -> None:
@@ -59,6 +61,7 @@ class Loop:
         self.known = KnownStates(recipe)
         self.hook = UpdateHook()
         self.local: LocalTree | None = None
+        self.counts = stores.LateValues()
         # By the id of the loss: the loss, the frozen leaves, how far backward sums, the gradient.
         self._composed: dict[int, tuple[Callable[..., Any], Flat | None, int, Gradient]] = {}
 
@@ -124,16 +127,17 @@ class Loop:
             return self._step_of_pipeline(recipe.loss_fn, state, batch)
         is_whole = recipe.num_micro_batches == 1
         scale, terms = scale_of(state), takes_terms(recipe, state)
+        is_scaled = not is_one(scale)
         hook.left.clear()
         vg = self._gradient(recipe.loss_fn, state)
-        vg = vg if scale == 1.0 else transforms.scale_loss(vg, scale)
+        vg = transforms.scale_loss(vg, scale) if is_scaled else vg
         vg = vg if is_whole else transforms.accumulate(vg, recipe.num_micro_batches)
         hook.update = begin(
             recipe.rule,
             state.opt_state,
             state.params,
             donate=recipe.donate,
-            in_backward=recipe.stage >= 2 and not terms and is_whole and scale == 1.0,
+            in_backward=recipe.stage >= 2 and not terms and is_whole and not is_scaled,
             stores_grads=recipe.offload.grads is not None,
             missed=state.missed.of(state.params.layout.leaves) if recipe.leaves_out else {},
         )
@@ -147,7 +151,7 @@ class Loop:
             hook.update = None
         loss, aux = value if type(value) is tuple else (value, None)
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        return updated(recipe, state, grads, loss, left(), aux, begun, spends=True)
+        return self._updated(state, grads, loss, left(), aux, begun, spends=True)
 
     def _step_of_pipeline(
         self, pipeline: Pipeline, state: ZeroState, batch: Any
@@ -178,7 +182,7 @@ class Loop:
             delivered,
         )
         loss = loss.mean if isinstance(loss, WeightedMean) else loss
-        return updated(self.recipe, state, grads, loss, left, aux, spends=True)
+        return self._updated(state, grads, loss, left, aux, spends=True)
 
     def params(
         self, state: ZeroState, select: Callable[[str, Tensor], bool] | None = None
@@ -220,7 +224,18 @@ class Loop:
         check_is_flat("buffers", buffers, "the buffers that vjp() returned", optional=True)
         self._check(state)
         check_saves(self.recipe.group)
-        return updated(self.recipe, state, grads, loss, buffers, None)
+        return self._updated(state, grads, loss, buffers, None)
+
+    def _updated(
+        self, state: ZeroState, *values: Any, **options: Any
+    ) -> tuple[ZeroState, StepInfo]:
+        """Run the second half of a step, with the counts that the last step has sent."""
+        if not self.recipe.decides_on_device:
+            return updated(self.recipe, state, *values, **options)
+        settled = state._replace(opt_state=with_counts(state.opt_state, self.counts))
+        new, info = updated(self.recipe, settled, *values, **options)
+        self.counts.send(counts_of(new.opt_state))
+        return new, info
 
     def record(self, fn: Callable[..., Any], state: ZeroState, batch: Any) -> tuple[Any, Tape]:
         """Run the first half of a step, and let the caller run backward."""
@@ -252,7 +267,8 @@ class Loop:
         @functools.wraps(method)
         def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Out:
             try:
-                with stores.locating(rank=global_ranks(group)[group.rank]):
+                rank = global_ranks(group)[group.rank]
+                with stores.locating(rank=rank), knowing(model_groups(group)):
                     refuse_transforms()
                     return method(*args, **kwargs)
             except ZfunError as error:

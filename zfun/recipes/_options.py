@@ -10,7 +10,7 @@ from typing import Any
 from zfun.collectives import Group
 from zfun.compression import Compression
 from zfun.errors import OptionError
-from zfun.optim import LossScale, Optimizer, with_master
+from zfun.optim import LossScale, Optimizer, deciding_on_host, with_master
 from zfun.placement import PlacementRule, Sharded
 from zfun.recipes._precision import Precision
 from zfun.reductions import BufferRule
@@ -41,7 +41,7 @@ class ZeroOptions:
     bucket_bytes: int
     order: Sequence[str] | None
     donate: bool
-    max_skipped: int
+    max_skipped: int | None
     unused: str
     placement: Sharded | PlacementRule | None
 
@@ -53,6 +53,8 @@ class ZeroOptions:
                 "placement says how ranks cut the state, and stage 0 cuts none; got "
                 f"placement={self.placement!r} at stage 0; use a stage from 1 on, or leave it out"
             )
+        if self.decides_on_device:
+            _check_decides_on_device(self)
         probe(self.master_rule)
         if self.stage == 3 and self.master_rule.partial is not None:
             raise OptionError(
@@ -110,6 +112,11 @@ class ZeroOptions:
         return scale if isinstance(scale, LossScale) else None
 
     @property
+    def decides_on_device(self) -> bool:
+        """Whether the device decides which steps are taken, and the host does not wait."""
+        return self.max_skipped is None
+
+    @property
     def leaves_out(self) -> bool:
         """Whether leaves that no rank used take no step."""
         return self.unused == "skip"
@@ -148,6 +155,24 @@ def _check_lower_stage(recipe: ZeroOptions) -> None:
         raise OptionError(
             "the options of ScheduleOptions except prefetch are for gathered parameters, which "
             f"only stage 3 has; got {schedule} at stage {stage}; use stage=3, or leave schedule out"
+        )
+
+
+def _check_decides_on_device(recipe: ZeroOptions) -> None:
+    """Refuse optimizers and stores that need the host to leave out a step."""
+    part = deciding_on_host(recipe.master_rule)
+    if part is not None:
+        raise OptionError(
+            "with max_skipped=None the device decides whether a step is taken, and the kernels of "
+            "adam(), adamw(), sgd(), lion() and adagrad() can leave one out, also inside of "
+            "by_label() and inject_hyperparams(), and behind clip_by_global_norm() in a chain(); "
+            f"got {part.name or 'an optimizer of your own'}; give max_skipped a number"
+        )
+    if kept := _changed(recipe.offload):
+        raise OptionError(
+            "with max_skipped=None the device decides whether a step is taken, and the host reads "
+            f"and writes stores before; got a store of {kept}; give max_skipped a number, or leave "
+            "offload out"
         )
 
 

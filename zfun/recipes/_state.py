@@ -26,7 +26,9 @@ class ZeroState(NamedTuple):
             trained.
         opt_state: the optimizer's state.
         step: steps taken, skipped ones included.
-        num_skipped: how many of the last steps in a row were skipped.
+        num_skipped: how many of the last steps in a row were skipped. Where the device decides
+            (``max_skipped=None``), this and ``num_applied`` are 0-dim tensors of the device, and so
+            are the counts in ``opt_state`` and the loss scale; to read one waits for the device.
         loss_scale: the state of the loss scale; ``None`` without a loss scale.
         buffers: the leaves that the loss writes, whole on every rank; ``None`` where there are
             none. The values of those that are kept by rank differ from rank to rank.
@@ -38,15 +40,19 @@ class ZeroState(NamedTuple):
     frozen: Flat | None
     opt_state: Any
     step: int
-    num_skipped: int
+    num_skipped: int | Tensor
     loss_scale: LossScaleState | None = None
     buffers: Flat | None = None
-    num_applied: int = 0
+    num_applied: int | Tensor = 0
     missed: MissedSteps = MissedSteps()
 
 
 class StepInfo(NamedTuple, Generic[Aux]):
     """The results of one step; equal on all ranks.
+
+    Where the device decides whether to take a step (``max_skipped=None``), the numbers are 0-dim
+    tensors of the device, except the learning rate; to read one, as ``if info.skipped`` does, waits
+    for the device.
 
     Attributes:
         loss: the loss over all ranks, a scalar.
@@ -54,7 +60,8 @@ class StepInfo(NamedTuple, Generic[Aux]):
             optimizer sums the terms itself (:func:`zfun.optim.onebit_adam`), the sum of the norms
             of the ranks' terms, which is an upper bound.
         skipped: whether gradients were not finite, and the step was not taken.
-        bad_leaf: the first leaf with a gradient that is not finite, if the step was skipped.
+        bad_leaf: the first leaf with a gradient that is not finite, if the step was skipped;
+            ``None`` where the device decides.
         aux: the second result of the loss, from this rank's batch; with ``num_micro_batches`` above
             1 a list of one for each.
         loss_scale: the factor of the loss in backward; 1 without a loss scale.
@@ -64,12 +71,12 @@ class StepInfo(NamedTuple, Generic[Aux]):
 
     loss: Tensor
     grad_norm: Tensor
-    skipped: bool
+    skipped: bool | Tensor
     bad_leaf: str | None
     aux: Aux
-    loss_scale: float = 1.0
+    loss_scale: float | Tensor = 1.0
     learning_rate: float | None = None
-    num_applied: int = 0
+    num_applied: int | Tensor = 0
 
 
 class _InitFn(Protocol[_Given_contra]):

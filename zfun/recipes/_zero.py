@@ -46,7 +46,7 @@ _Scalar: TypeAlias = Tensor | WeightedMean | float
     | None,
     schedule=instance(ScheduleOptions, "a zf.ScheduleOptions", "zf.ScheduleOptions(prefetch=2)")
     | None,
-    max_skipped=integer(1),
+    max_skipped=integer(1) | None,
     unused=one_of("skip", "zeros"),
     placement=PLACEMENT | None,
 )
@@ -66,7 +66,7 @@ def zero(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     order: Sequence[str] | None = None,
     donate: bool = True,
-    max_skipped: int = 100,
+    max_skipped: int | None = 100,
     unused: str = "skip",
     placement: Sharded | PlacementRule | None = None,
 ) -> Zero[Params, Aux]:
@@ -116,7 +116,10 @@ def zero(
             the order of the tree.
         donate: let ``step`` overwrite the buffers of the old state, which must not be used again.
         max_skipped: how many steps in a row may be skipped before
-            :class:`zfun.errors.NonFiniteError` is raised.
+            :class:`zfun.errors.NonFiniteError` is raised. With ``None`` any number, and the device
+            decides whether a step is taken, with the same bits: the host does not wait for it. The
+            numbers of ``StepInfo`` are tensors of the device then, and wait when you read them.
+            Element-wise rules of zfun can do so, without stores; others are refused.
         unused: the step of a leaf that no rank used in any micro-batch. ``"skip"`` takes none, as
             the optimizers of torch do where ``grad`` is ``None``: the parameter, its moments and
             its master weight keep their bits, and the steps that the bias correction counts do not

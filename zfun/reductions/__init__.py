@@ -7,7 +7,7 @@ from zfun.reductions._buffers import BufferRule, merge_buffers
 from zfun.reductions._buffers import checked_rule as checked_rule
 from zfun.reductions._leaves import map_leaves
 from zfun.reductions._means import mean_metrics
-from zfun.reductions._norms import Spent, global_norm, norm_and_counts
+from zfun.reductions._norms import Spent, global_norm, norm_and_counts, norm_on_device
 from zfun.reductions._values import all_ranks, any_rank, gather_values
 from zfun.reductions._values import whole_buffers as whole_buffers
 
@@ -22,4 +22,5 @@ __all__ = [
     "mean_metrics",
     "merge_buffers",
     "norm_and_counts",
+    "norm_on_device",
 ]

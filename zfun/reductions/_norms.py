@@ -162,6 +162,30 @@ def norm_and_counts(grads: Flat, count: int) -> tuple[Tensor, list[int]]:
     return norm, counts
 
 
+@takes(grads=FLAT)
+def norm_on_device(grads: Flat) -> Tensor:
+    """Return the norm of gradients, with the bits of :func:`global_norm`, where they lie.
+
+    The host does not wait. :func:`global_norm` of these gradients returns this tensor.
+
+    Args:
+        grads: with placement ``R`` or ``S``.
+
+    Example:
+        >>> import zfun as zf
+        >>> def main(group):
+        ...     return norm_on_device(zf.shard({"w": torch.tensor([3.0, 4.0])}, group)).item()
+        >>> zf.simulate(2, main)
+        [5.0, 5.0]
+    """
+    mesh = all_ranks(grads)
+    gathered = collectives.gather_values(_own_squares(grads), mesh, "norm")
+    rows, _ = _over_model_axes(gathered, mesh)
+    norm = ops.total_on_device(rows[:: mesh.size // grads.group.size]).sqrt()
+    grads.life.cached[global_norm] = _versions(grads), norm
+    return norm
+
+
 def _local_squares(flat: Flat) -> Tensor:
     """Return the sums of bins, and a last element for infinities and NaNs, of this rank's part."""
     device = flat.layout.device

@@ -20,6 +20,7 @@ from zfun.stores._nvme import NvmeStore, nvme
 from zfun.stores._passes import READ_AHEAD as READ_AHEAD
 from zfun.stores._passes import Derived, by_bucket, derived, reading
 from zfun.stores._phases import offload_values, reload
+from zfun.stores._streams import LateValues as LateValues
 from zfun.stores._streams import Ring as Ring
 from zfun.stores._streams import has_queues as has_queues
 from zfun.stores._streams import hosted as hosted

@@ -22,7 +22,7 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -207,6 +207,38 @@ class Ring:
         while self._num_emptied < number:
             self._empty()
         return out
+
+
+@final
+class LateValues:
+    """0-dim integers of a device on their way to the host, which waits only if they are late.
+
+    Attributes:
+        tensors: the last ones, of one device and dtype.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: tuple[Tensor, ...] = ()
+        self._queue: CopyQueue | None = None
+        self._copy: QueuedCopy | None = None
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Start to copy some integers to the host."""
+        self.tensors, self._copy = tuple(tensors), None
+        if not self.tensors:
+            return
+        self._queue = self._queue or queue_of(self.tensors[0].device)
+        if self._queue is not None:
+            together = torch.stack(self.tensors)
+            self._host = self._queue.slot(together.nbytes).view(together.dtype)
+            self._copy = QueuedCopy(self._queue, self._host, together)
+
+    def read(self) -> list[int]:
+        """Return the integers. The host waits if the copy is not complete."""
+        if self._copy is None:
+            return [int(x) for x in self.tensors]
+        self._copy.wait_on_host()
+        return self._host.tolist()
 
 
 def hosted(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -12,11 +12,14 @@ import torch
 import torch.distributed.pipelining.schedules as of_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import zfun as zf
 from tests.conftest import examples
 from tests.unit.parallel import pipelines
 from zfun import optim
+from zfun.collectives import Collective, Work
+from zfun.collectives._group import Wrapper
 from zfun.errors import CollectiveMismatch, LeafError, OptionError, SpecMismatch
 from zfun.parallel import LocalTree, Pipeline, pipeline, schedules
 from zfun.testing import assert_same_bits
@@ -431,6 +434,45 @@ def test_messages_and_bytes_have_closed_forms() -> None:
         }
         # A form has two messages, and comes once.
         assert len(first) == len(second) + 2 * 2 * sides
+
+
+class _Allocating(Wrapper):
+    """A group that counts the buffers that it makes."""
+
+    count = 0
+
+    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        return self.wrapped.start(call, x, out)
+
+    @property
+    def allocate(self) -> Any:
+        def make(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            self.count += 1
+            return torch.empty(numel, dtype=dtype, device=device)
+
+        return make
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_micro_batches_share_one_buffer(stage: int, schedule: str) -> None:
+    def count(num_micro: int) -> Any:
+        def main(group: zf.Group) -> int:
+            mesh = zf.mesh(group, pp=2, dp=2)
+            data = _Allocating(mesh["dp"])
+            fns = pipelines.stages(2)
+            loss = pipeline(fns, mesh["pp"], schedule, num_micro_batches=num_micro)
+            z = zf.zero(stage, loss, optim.sgd(0.1), data)
+            z.step(z.init(pipelines.params(2)), pipelines.batch(mesh.coordinates["dp"], 0))
+            return data.count
+
+        return zf.simulate(4, main)
+
+    few, many = count(1), count(6)
+    assert min(few) > 0
+    # Stage 0 has no inputs, so the first half of its zero-bubble backward makes all gradients.
+    first = 2 if schedule == "zero_bubble" else 0
+    assert many[first:] == few[first:]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

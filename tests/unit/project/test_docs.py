@@ -151,6 +151,11 @@ def test_the_version_is_written_once() -> None:
     assert ROOT / config["tool"]["hatch"]["version"]["path"] == ROOT / "zfun" / "__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", zfun.__version__)
     assert f"\nversion: {zfun.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest
+    assert re.fullmatch(
+        rf"\[{re.escape(zfun.__version__)}\] - (unreleased|\d{{4}}-\d\d-\d\d)", newest[1]
+    )
 
 
 def run_script(script: Path, num_ranks: int, *arguments: str, python: str = sys.executable) -> None:

@@ -391,6 +391,25 @@ def test_cached_machine_code_is_valid_until_a_helper_changes(tmp_path: Path) -> 
         assert [num_compiled(), num_compiled()] == [1, 0]
 
 
+def test_only_compilation_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A busy machine takes seconds to load kept machine code, which is no compilation."""
+    from zfun.ops.numba import _compile
+
+    (tmp_path / "kept_kernel.py").write_text("def two(x):\n    x[0] = 2\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(_compile, "_LONG_S", 0.0)
+    lines = []
+    for _ in range(2):
+        monkeypatch.setattr(_compile, "_compile_s", {})
+        kernel = _compile.jit(importlib.import_module("kept_kernel").two)
+        _compile.entry(kernel)(np.zeros(1))
+        lines.append(caplog.text.count("compiling CPU kernels"))
+    assert lines == [1, 1]
+
+
 def test_a_stopped_process_that_compiles_does_not_stop_the_others(tmp_path: Path) -> None:
     """A process that is stopped, in a debugger say, keeps the lock beside the machine code."""
     from zfun.ops.numba import _compile

@@ -1,7 +1,8 @@
-"""Steps under ``torch.compile`` run as they are; other tracers and transforms are refused."""
+"""Steps run as they are under ``torch.compile``; other tracers, transforms, graphs are refused."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zfun as zf
 from zfun import optim
@@ -97,6 +100,59 @@ def test_a_whole_loss_compiled_at_stage_3_runs_as_it_is() -> None:
     assert_same_bits(trained(zero, zero.step), trained(plain, plain.step))
 
 
+class Attention(torch.nn.Module):
+    """A block with heads of 4, whose attention is torch's flash attention (for CPUs, here)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def attention_loss(form: str) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(Attention(), Attention())
+    compiled: Any = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    if form == "compiled blocks":
+        net = torch.nn.Sequential(*map(compiled, net))
+    apply = zf.functional(net)
+    call = compiled(apply) if form == "a compiled loss" else apply
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # no other kernel may stand in
+            return call(zf.gather(params) if call is not apply else params, x).square().mean()
+
+    return loss, apply.params
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["plain", "a compiled loss", pytest.param("compiled blocks", marks=pytest.mark.slow)],
+)
+def test_compiled_attention_has_the_same_bits_at_every_stage(form: str) -> None:
+    batch = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+
+    def main(group: zf.Group, stage: int, loss: Any, values: Any) -> Any:
+        zero = zf.zero(stage, loss, optim.adamw(0.1), group, bucket_bytes=300)
+        state, losses = zero.init(zf.tree.map(torch.clone, values)), []
+        for _ in range(2):  # the second follows the schedule
+            state, info = zero.step(state, batch)
+            losses.append(info.loss)
+        return losses, [*zero.params(state).values()]
+
+    # Threads must not compile at one time, so the compiled forms have one rank.
+    size = 2 if form == "plain" else 1
+    expected = zf.simulate(size, main, 0, *attention_loss("plain"))
+    compiled = attention_loss(form)
+    for stage in (0, 1, 2, 3):
+        assert_same_bits(zf.simulate(size, main, stage, *compiled), expected, f"stage {stage}: ")
+
+
 def test_the_whole_graph_of_a_step_is_refused_with_the_reason() -> None:
     zero = zero_of(1)
     state = zero.init(params())
@@ -175,3 +231,58 @@ def test_a_step_inside_of_a_transform_or_a_trace_is_refused(name: str, stage: in
         around(lambda x: zero.step(state, x)[1].loss)
     # The state is as it was.
     zero.step(state, BATCH)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say that the thread captures a CUDA graph; no GPU takes part."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["init", "step", "vjp", "update"])
+def test_the_capture_of_a_step_is_refused(
+    stage: int, name: str, request: pytest.FixtureRequest
+) -> None:
+    zero = zero_of(stage)
+    state = zero.init(params())
+    loss, pullback, buffers = zero.vjp(loss_fn, state, BATCH)
+    calls = {
+        "init": lambda: zero.init(params()),
+        "step": lambda: zero.step(state, BATCH),
+        "vjp": lambda: zero.vjp(loss_fn, state, BATCH),
+        "update": lambda: zero.update(state, pullback(torch.ones(())), loss, buffers),
+    }
+    request.getfixturevalue("capture")
+    with pytest.raises(zf.ZfunError, match="got a call inside of the capture of a CUDA graph"):
+        calls[name]()
+
+
+def test_the_capture_of_a_sharded_loss_is_refused(request: pytest.FixtureRequest) -> None:
+    group = zf.process_group()
+    vg, flat = zf.value_and_grad(zf.shard_params(loss_fn, group)), zf.shard(params(), group)
+    vg(flat, BATCH)
+    request.getfixturevalue("capture")
+    # The gradients of whole parameters read nothing, and run.
+    zf.data_parallel(zf.value_and_grad(loss_fn), group)(params(), BATCH)
+    with pytest.raises(zf.ZfunError, match=r"the loss of shard_params\(\) chooses gathers"):
+        vg(flat, BATCH)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_donated_parameters_keep_their_memory(stage: int, size: int) -> None:
+    """A graph replays addresses."""
+
+    def main(group: zf.Group) -> list[int]:
+        zero = zf.zero(stage, loss_fn, optim.adamw(0.1), group)
+        state = zero.init(params())
+        found = []
+        for _ in range(3):
+            state, _ = zero.step(state, BATCH)
+            found += [buffer.data_ptr() for buffer in state.params.buffers]
+        return found
+
+    for found in zf.simulate(size, main):
+        assert len(set(found)) == len(found) // 3

@@ -27,12 +27,16 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfun as zf
+from tests.conftest import FORM
 from zfun import ops
 from zfun.collectives import AllGather, AllReduce, ReduceScatter, gather_values
 from zfun.collectives.backends import _nccl
 from zfun.collectives.backends._nccl import NativeGroup
 from zfun.ops import _norm, _ravel, _steps
+from zfun.recipes import _update
 from zfun.reductions import mean_metrics
+from zfun.stores import _streams
+from zfun.testing import assert_same_bits
 
 ROOT = Path(zf.__file__).parent
 # Autograd runs the backward of this device on the calling thread, and torch has no kernels for it.
@@ -85,7 +89,9 @@ class OnDevice(Tensor):
 class Waits(TorchDispatchMode):
     """Makes tensors on the device, and counts the waits by their place in zfun.
 
-    A copy from the host counts too: from memory that is not pinned, it waits for its turn.
+    A copy from the host counts too: from memory that is not pinned, it waits for its turn. A copy
+    to pinned memory, over a queue, does not; a wait for the event of its end does, unless the
+    device is there already.
     """
 
     places: ClassVar[collections.Counter[str]] = collections.Counter()
@@ -134,6 +140,48 @@ def _note(kind: str) -> None:
     if places:
         # The line that waits, and the lines that led there.
         Waits.places[f"{kind}: {' < '.join(places[:4])}"] += 1
+
+
+class _Event:
+    """The end of a copy to pinned memory, which has other values until the device is there."""
+
+    def __init__(self, out: Tensor, x: OnDevice) -> None:
+        self._copy: tuple[Tensor, Tensor] | None = (out.fill_(-9), x.held.clone())
+
+    def query(self) -> bool:
+        return self._copy is None
+
+    def synchronize(self) -> None:
+        if self._copy is not None:
+            _note("event")
+        self.arrive()
+
+    def arrive(self) -> None:
+        if self._copy is not None:
+            self._copy[0].copy_(self._copy[1])
+        self._copy = None
+
+
+class _Queue:
+    """A queue of copies to the host, and the events that the device has not reached."""
+
+    ahead: ClassVar[list[_Event]] = []
+
+    def start(self, out: Tensor, x: OnDevice, after: Any = None) -> _Event:
+        assert after is None
+        with _disable_current_modes():
+            self.ahead.append(_Event(out, x))
+        return self.ahead[-1]
+
+    def slot(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @classmethod
+    def arrive(cls) -> None:
+        """Let the device do all that the host has started."""
+        with _disable_current_modes():
+            while cls.ahead:
+                cls.ahead.pop().arrive()
 
 
 class _Kernels:
@@ -194,6 +242,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeGroup]:
     monkeypatch.setattr(NativeGroup, "_issue", _issue)
     monkeypatch.setattr(NativeGroup, "_gather_over_host", _gather_over_host)
     monkeypatch.setattr(NativeGroup, "_connect_hosts", lambda self: None)
+    monkeypatch.setattr(_streams, "queue_of", lambda device: _Queue())
+    _Queue.ahead.clear()
     for module in (_norm, _ravel, _steps):
         monkeypatch.setattr(
             module, "triton_for", lambda x: _Kernels if isinstance(x, OnDevice) else None
@@ -225,37 +275,51 @@ def _using_less(params: Any, batch: Tensor) -> Tensor:
     return torch.tanh(batch @ params["h.0"]["w"]).sum()
 
 
+def _params() -> dict[str, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        layer: {
+            "w": torch.randn(6, 6, generator=generator).to(DEVICE),
+            "b": torch.zeros(6, device=DEVICE),
+        }
+        for layer in LAYERS
+    }
+
+
 def _waits(
     group: NativeGroup,
     stage: int,
     loss: Callable[..., Any] = _loss,
     clips: bool = False,
+    is_near: bool = True,
     **options: Any,
 ) -> int:
-    """Return how often the host waits in the second step."""
+    """Return how often the host waits in the second step.
+
+    A device that is near does the work of a step while the host issues the next forward pass.
+    """
     optimizer = zf.optim.adamw(0.01)
     if clips:
         optimizer = zf.optim.chain(zf.optim.clip_by_global_norm(0.01), optimizer)
-    z = zf.zero(stage, loss, optimizer, group, bucket_bytes=200, **options)
+
+    def followed(params: Any, batch: Tensor) -> Any:
+        if is_near:
+            _Queue.arrive()
+        return loss(params, batch)
+
+    z = zf.zero(stage, followed, optimizer, group, bucket_bytes=200, **options)
     with Waits():
-        generator = torch.Generator().manual_seed(0)
-        params = {
-            layer: {
-                "w": torch.randn(6, 6, generator=generator).to(DEVICE),
-                "b": torch.zeros(6, device=DEVICE),
-            }
-            for layer in LAYERS
-        }
-        state = z.init(params)
-        batch = torch.randn(8, 6, generator=generator).to(DEVICE)
+        state = z.init(_params())
+        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         state, _ = z.step(state, batch)
         Waits.places.clear()
         state, info = z.step(state, batch)
-    assert not info.skipped
+        # The report of a failure shows the output.
+        print(*(f"{count} x {place}" for place, count in Waits.places.items()), sep="\n")
+        total = Waits.places.total()
+        assert not info.skipped
     assert state.step == 2
-    # The report of a failure shows the output.
-    print(*(f"{count} x {place}" for place, count in Waits.places.items()), sep="\n")
-    return Waits.places.total()
+    return total
 
 
 SCALE = zf.Precision(loss_scale=zf.optim.dynamic_loss_scale(256.0))
@@ -276,6 +340,61 @@ def test_the_host_waits_once_in_a_step(group: NativeGroup, stage: int) -> None:
     """For the norm and the numbers of unused leaves, which decide whether to take the step."""
     waits = {form: _waits(group, stage, **options) for form, options in FORMS.items()}
     assert waits == dict.fromkeys(FORMS, 1)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_host_does_not_wait_where_the_device_decides(group: NativeGroup, stage: int) -> None:
+    """Except for the steps that leaves have missed, which the host counts."""
+    forms = FORMS if FORM == "all" else {"all": FORMS["all"]}
+    waits = {form: _waits(group, stage, max_skipped=None, **forms[form]) for form in forms}
+    assert waits == {form: int(form == "with an unused leaf") for form in forms}
+
+
+def test_unused_leaves_that_step_by_zeros_make_no_wait(group: NativeGroup) -> None:
+    assert _waits(group, 3, _using_less, max_skipped=None, unused="zeros") == 0
+
+
+def test_a_host_that_is_a_step_ahead_waits_for_the_count_alone(group: NativeGroup) -> None:
+    assert _waits(group, 3, max_skipped=None, is_near=False, **FORMS["all"]) == 1
+    assert next(iter(Waits.places)).startswith("event: stores/_streams.py")
+
+
+@pytest.mark.parametrize(("stage", "kernels"), [(0, "readable"), (3, "of the device")])
+def test_a_step_that_the_device_leaves_out_has_the_bits_of_the_host(
+    group: NativeGroup, monkeypatch: pytest.MonkeyPatch, stage: int, kernels: str
+) -> None:
+    if kernels == "readable":
+        monkeypatch.setattr(_Kernels, "step", lambda *arguments: False)
+    # Torch has no kernel that finds the bad elements on the device of this test.
+    monkeypatch.setattr(_update, "first_bad_leaf", lambda grads: None)
+    rule = zf.optim.chain(
+        zf.optim.clip_by_global_norm(0.1), zf.optim.adamw(zf.optim.linear(0.1, 0, 9))
+    )
+
+    def train(max_skipped: int | None) -> Any:
+        z = zf.zero(
+            stage,
+            _weighted,
+            rule,
+            group,
+            bucket_bytes=200,
+            max_skipped=max_skipped,
+            num_micro_batches=2,
+            precision=SCALE,
+        )
+        with Waits():
+            state, run = z.init(_params()), []
+            for step in range(3):
+                batch = torch.full((8, 6), float("inf") if step == 1 else 0.1 * step)
+                state, info = z.step(state, batch.to(DEVICE))
+                assert bool(info.skipped) is (step == 1)
+                run += [float(info.grad_norm), float(info.loss_scale), info.learning_rate]
+                run += [int(info.num_applied), int(state.num_skipped)]
+            # The norm of the step that is left out is no number.
+            numbers = [x for x in run if x == x]
+            return numbers, [x.cpu() for x in zf.tree.leaves((z.params(state), state.opt_state))]
+
+    assert_same_bits(train(None), train(9))
 
 
 @pytest.fixture
@@ -312,3 +431,35 @@ def test_metrics_go_one_way_whatever_a_rank_passes(
         found = mean_metrics([({"accuracy": value}, 3)], group)["accuracy"]
         assert float(found) == 0.5
     assert ways == ["over the hosts", "connected"]
+
+
+def _summed(group: NativeGroup) -> Any:
+    return zf.data_parallel(zf.value_and_grad(_loss), group)
+
+
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "of a rank": lambda group: zf.value_and_grad(_loss),
+    "parts of a sum": _summed,
+    "whole": lambda group: zf.transforms.replicate_grads(_summed(group), group),
+    "in shards": lambda group: zf.shard_grads(_summed(group), group),
+    "of shards": lambda group: zf.value_and_grad(zf.shard_params(_loss, group)),
+}
+
+
+@pytest.mark.parametrize("form", GRADIENTS)
+def test_a_graph_of_gradients_would_leave_nothing_out_below_stage_3(
+    group: NativeGroup, ways: list[str], form: str
+) -> None:
+    """A replay repeats no read of a number, and no gather over the hosts."""
+    with Waits():
+        parts = {"w": torch.eye(6).to(DEVICE), "b": torch.zeros(6, device=DEVICE)}
+        params: Any = dict.fromkeys(LAYERS, parts)
+        params = zf.tree.map(torch.clone, params)
+        value = zf.shard(params, group) if form == "of shards" else params
+        vg = GRADIENTS[form](group)
+        for _ in range(3):
+            Waits.places.clear()
+            ways.clear()
+            vg(value, torch.ones(8, 6, device=DEVICE))
+    assert Waits.places.total() == 0
+    assert bool(ways) == (form == "of shards")

@@ -155,8 +155,8 @@ class DeepSpeedEngine(SavedEngine):
     def _count(self, info: StepInfo, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a step, and step the scheduler."""
         self._grad_norm = float(info.grad_norm)
-        self._was_applied, self._has_overflow = not info.skipped, info.skipped
-        self.skipped_steps += info.skipped
+        self._was_applied, self._has_overflow = not info.skipped, bool(info.skipped)
+        self.skipped_steps += self._has_overflow
         if not info.skipped and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1

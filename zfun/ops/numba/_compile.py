@@ -31,7 +31,8 @@ _LOG = logging.getLogger("zfun")
 
 # For the whole process, because ranks may be threads.
 _lock = threading.Lock()
-_compiled: dict[str, float] = {}
+_first_call_s: dict[str, float] = {}
+_compile_s: dict[str, float] = {}
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def in_parts(length: int, work: Callable[[int, int], None]) -> None:
 def seconds_compiled() -> dict[str, float]:
     """Return how many seconds each kernel of this process was compiled, loaded or waited for."""
     with _lock:
-        return dict(_compiled)
+        return dict(_first_call_s)
 
 
 @functools.cache
@@ -85,16 +86,19 @@ def entry(kernel: Any) -> Callable[..., None]:
             is_new = not kernel.overloads  # another thread may have compiled the kernel meanwhile
             kernel(*args)
         if is_new:
-            _note(kernel.py_func.__name__, time.perf_counter() - start)
+            is_compiled = bool(kernel.stats.cache_misses)  # not loaded, slowly
+            _note(kernel.py_func.__name__, time.perf_counter() - start, is_compiled)
 
     return call
 
 
-def _note(name: str, seconds: float) -> None:
+def _note(name: str, seconds: float, is_compiled: bool) -> None:
     with _lock:
-        before = sum(_compiled.values())
-        _compiled[name] = seconds
-        is_first = before <= _LONG_S < before + seconds
+        _first_call_s[name] = seconds
+        before = sum(_compile_s.values())
+        if is_compiled:
+            _compile_s[name] = seconds
+        is_first = before <= _LONG_S < sum(_compile_s.values())
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         _LOG.warning("compiling CPU kernels, for some seconds in all; the machine code is kept")
 

@@ -1,4 +1,4 @@
-"""Compiled: many tensors to one buffer.
+"""Compiled: many tensors to one buffer, or added to one.
 
 Tensors are reached by their addresses: one call for a bucket, however many tensors there are. Loops
 run over ``range(x.size)`` of slices, because LLVM makes no vector code of a loop whose bounds are
@@ -16,7 +16,7 @@ from torch import Tensor
 from zfun.ops._table import AddressTable
 from zfun.ops._tensors import as_array, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
-from zfun.ops.numba._float_bits import narrow, widen
+from zfun.ops.numba._float_bits import narrow, rounded, widen
 from zfun.ops.numba._simd import pointer
 
 
@@ -32,9 +32,24 @@ def _copy(source: Any, target: Any, scale: Any, exact: Any) -> None:
 
 
 @jit
+def _add(source: Any, target: Any, scale: Any) -> None:
+    """Add elements, times a factor and rounded; the sum is rounded once more."""
+    for i in range(target.size):
+        term = rounded(widen(source[i], scale) * scale, target)
+        target[i] = narrow(widen(target[i], scale) + term, target)
+
+
+@jit
 def _zero(target: Any) -> None:
     for i in range(target.size):
         target[i] = 0
+
+
+@jit
+def _add_zero(target: Any, scale: Any) -> None:
+    """Add zeros, which make -0 a zero."""
+    for i in range(target.size):
+        target[i] = narrow(widen(target[i], scale) + 0, target)
 
 
 @jit
@@ -58,31 +73,41 @@ def _part(pieces: Any, piece: Any, low: Any, high: Any, like: Any) -> Any:
 
 
 @jit
-def _ravel(pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any) -> None:
-    """Write the elements from ``begin`` to ``end`` of a buffer, zeros between the tensors.
+def _ravel(
+    pieces: Any, like: Any, out: Any, begin: Any, end: Any, scale: Any, exact: Any, adds: Any
+) -> None:
+    """Write, or add to, the elements from ``begin`` to ``end`` of a buffer.
 
-    ``pieces`` are int64 ``[3, n]``: where each tensor begins and ends in the buffer, ascending, and
-    its address. ``like`` is an array of the dtype of the tensors.
+    There are zeros between the tensors. ``pieces`` are int64 ``[3, n]``: where each tensor begins
+    and ends in the buffer, ascending, and its address. ``like`` is an array of the dtype of the
+    tensors.
     """
     piece, at = _first_piece(pieces, begin), begin
     while at < end:
         start = pieces[0, piece] if piece < pieces.shape[1] else end
         stop = min(start, end)
         if start > at:
-            _zero(out[at:stop])
+            if adds:
+                _add_zero(out[at:stop], scale)
+            else:
+                _zero(out[at:stop])
         else:
             stop = min(pieces[1, piece], end)
-            _copy(_part(pieces, piece, at, stop, like), out[at:stop], scale, exact)
+            part = _part(pieces, piece, at, stop, like)
+            if adds:
+                _add(part, out[at:stop], scale)
+            else:
+                _copy(part, out[at:stop], scale, exact)
             piece += stop == pieces[1, piece]
         at = stop
 
 
-def ravel_into(out: Tensor, table: AddressTable, scale: float) -> None:
-    """Write a buffer."""
+def ravel_into(out: Tensor, table: AddressTable, scale: float, *, adds: bool) -> None:
+    """Write a buffer, or add to it."""
     array, ravel = as_array(out), entry(_ravel)
     exact, factor = scale == 1.0 and out.dtype == table.dtype, number(wide(out.dtype))(scale)
     in_parts(
         array.size,
-        lambda begin, end: ravel(table.pieces, table.like, array, begin, end, factor, exact),
+        lambda begin, end: ravel(table.pieces, table.like, array, begin, end, factor, exact, adds),
     )
     torch.autograd.graph.increment_version(out)

@@ -58,14 +58,16 @@ def _working(
     change: Tensor | None,
     *,
     whole: bool = False,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
+    taken: Tensor | None = None,
 ) -> Iterator[_WorkSpace]:
     """Yield the chunks of a step, and write back each after the caller has worked on it.
 
     The caller writes the change of the parameters to ``result``, or, if ``whole``, the new
-    parameters.
+    parameters. Where ``taken`` is False, everything keeps its values.
     """
     dtype = wide(param.dtype)
+    factor = scale.to(dtype) if isinstance(scale, Tensor) else scale
     wide_param, wide_grad, result, spare, *wide_moments = (
         torch.empty(_chunk_numel(param), dtype=dtype, device=param.device)
         for _ in range(4 + len(moments))
@@ -75,19 +77,25 @@ def _working(
         assert g is not None
         numel = p.numel()
         held = [
-            m if m.dtype == dtype else w[:numel].copy_(m)
+            m if m.dtype == dtype and taken is None else w[:numel].copy_(m)
             for m, w in zip(ms, wide_moments, strict=True)
             if m is not None
         ]
         old, u = p if p.dtype == dtype else wide_param[:numel].copy_(p), result[:numel]
         x = wide_grad[:numel].copy_(g)
-        if scale != 1.0:
-            x.mul_(scale)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            x.mul_(factor)
         yield _WorkSpace(old, x, tuple(held), u, spare[:numel])
         for m, new in zip(ms, held, strict=True):
             if m is not None and m is not new:
-                m.copy_(new)
-        if to is None:
+                m.copy_(new if taken is None else torch.where(taken, new.to(m.dtype), m))
+        if taken is not None:
+            rounded = u.to(p.dtype)
+            old, new = (p, p + rounded) if to is None else (to, rounded)
+            if whole:
+                new = rounded if to is None else rounded - p
+            old.copy_(torch.where(taken, new, old))
+        elif to is None:
             p.copy_(u) if whole else p.add_(u.to(p.dtype))
         elif whole:
             torch.sub(u.to(p.dtype), p, out=to)
@@ -173,11 +181,12 @@ def step(
     moments: Sequence[Tensor],
     change: Tensor | None,
     constants: Any,
-    scale: float,
+    scale: float | Tensor,
+    taken: Tensor | None = None,
 ) -> None:
     """Take a step of a rule, chunk by chunk; ``scale`` is a factor of the gradients."""
     whole = rule == "adam" and constants.decay != 0.0
-    works = _working(param, grad, moments, change, whole=whole, scale=scale)
+    works = _working(param, grad, moments, change, whole=whole, scale=scale, taken=taken)
     _RULES[rule](works, constants)
 
 

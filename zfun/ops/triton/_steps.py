@@ -14,11 +14,23 @@ from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, 
 
 
 @triton.jit
+def _places(numel, taken, TILE: tl.constexpr):
+    """Return the places of a tile, and a mask; of a step that is not taken, no place is read."""
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    stop = numel
+    if taken is not None:
+        stop = tl.where(tl.load(taken) != 0, numel, 0)
+    return i, i < stop
+
+
+@triton.jit
 def _start_step(
-    param, grad, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr
-):
+    param, grad, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr,
+    READS: tl.constexpr,
+):  # fmt: skip
     p = tl.load(param + i, mask=mask, other=0.0)
-    g = load_wide(grad, i, mask, BF16) * scale
+    factor = tl.load(scale) if READS else scale
+    g = load_wide(grad, i, mask, BF16) * factor
     if L2:
         g = tl.fma(p, l2, g) if FMA else g + p * l2
     return p, g
@@ -34,13 +46,15 @@ def _end_step(param, change, new, delta, i, mask):
 
 @triton.jit
 def _adam(
-    param, grad, mu, nu, change, numel, scale, weight, b2, rest2, step, eps, l2, keep, correction,
+    param, grad, mu, nu, change, numel, taken, scale, weight, b2, rest2, step, eps, l2, keep,
+    correction,
     TILE: tl.constexpr, NEAR: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
-    BF16: tl.constexpr,
+    BF16: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = i < numel
-    p, g = _start_step(param, grad, scale, l2, i, mask, L2, True, BF16)  # type: ignore[arg-type]
+    i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
+    p, g = _start_step(
+        param, grad, scale, l2, i, mask, L2, True, BF16, READS,  # type: ignore[arg-type]
+    )  # fmt: skip
     m = tl.load(mu + i, mask=mask, other=0.0)
     v = tl.load(nu + i, mask=mask, other=0.0)
     m = tl.fma(g - m, weight, m if NEAR else g)
@@ -59,12 +73,14 @@ def _adam(
 
 @triton.jit
 def _sgd(
-    param, grad, velocity, change, numel, scale, step, momentum, l2,
+    param, grad, velocity, change, numel, taken, scale, step, momentum, l2,
     TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
+    READS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = i < numel
-    p, g = _start_step(param, grad, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
+    i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
+    p, g = _start_step(
+        param, grad, scale, l2, i, mask, L2, False, BF16, READS,  # type: ignore[arg-type]
+    )  # fmt: skip
     if velocity is not None:
         b = tl.load(velocity + i, mask=mask, other=0.0) * momentum + g
         tl.store(velocity + i, b, mask=mask)
@@ -78,13 +94,12 @@ def _sgd(
 
 @triton.jit
 def _lion(
-    param, grad, mu, change, numel, scale, b1, rest1, b2, rest2, step, decay,
-    TILE: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr,
+    param, grad, mu, change, numel, taken, scale, b1, rest1, b2, rest2, step, decay,
+    TILE: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = i < numel
+    i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
     p, g = _start_step(
-        param, grad, scale, 0.0, i, mask, False, False, BF16,  # type: ignore[arg-type]
+        param, grad, scale, 0.0, i, mask, False, False, BF16, READS,  # type: ignore[arg-type]
     )  # fmt: skip
     m = tl.load(mu + i, mask=mask, other=0.0)
     towards = m * b1 + g * rest1
@@ -97,12 +112,14 @@ def _lion(
 
 @triton.jit
 def _adagrad(
-    param, grad, total, change, numel, scale, step, eps, l2,
+    param, grad, total, change, numel, taken, scale, step, eps, l2,
     TILE: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
+    READS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = i < numel
-    p, g = _start_step(param, grad, scale, l2, i, mask, L2, False, BF16)  # type: ignore[arg-type]
+    i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
+    p, g = _start_step(
+        param, grad, scale, l2, i, mask, L2, False, BF16, READS,  # type: ignore[arg-type]
+    )  # fmt: skip
     s = tl.load(total + i, mask=mask, other=0.0) + g * g
     tl.store(total + i, s, mask=mask)
     u = tl.div_rn(g, tl.sqrt_rn(s) + eps) * step
@@ -116,7 +133,8 @@ def step(
     moments: Sequence[Tensor],
     change: Tensor | None,
     constants: Any,
-    scale: float,
+    scale: float | Tensor,
+    taken: Tensor | None = None,
 ) -> bool:
     """Take a step of a rule; whether there is a kernel for the rule and these dtypes."""
     held = [param, *moments, *(() if change is None else (change,))]
@@ -134,10 +152,12 @@ def step(
             param.device,
             *pointers,
             numel,
-            scale,
+            None if taken is None else taken.view(torch.uint8),
+            scale.to(torch.float32) if isinstance(scale, Tensor) else scale,
             *numbers,
             TILE=TILE,
             BF16=is_bf16(grad),
+            READS=isinstance(scale, Tensor),
             **flags,
         )
     torch.autograd.graph.increment_version([*moments, param if change is None else change])

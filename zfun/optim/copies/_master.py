@@ -113,12 +113,11 @@ def _with_master(inner: Optimizer, dtype: torch.dtype) -> Optimizer:
         )
 
     def apply(
-        grads: Tree, state: State, params: Tree, *, donate: bool = False
+        grads: Tree, state: State, params: Tree, *, donate: bool = False, **options: Any
     ) -> tuple[Tree, MasterState]:
         check_fields(state, *MasterState._fields)
-        wide, after = inner.apply(
-            grads, state.inner, _widened(params, state.master, dtype), donate=donate
-        )
+        before = _widened(params, state.master, dtype)
+        wide, after = inner.apply(grads, state.inner, before, donate=donate, **options)
         rows = list(zip(tree.leaves(params), tree.leaves(wide), strict=True))
         kept = iter(own([p for p, _ in rows if _is_narrow(p, dtype)], donate) if donate else ())
         rounded = [

@@ -329,7 +329,8 @@ def check_graph(out: Any) -> None:
         if isinstance(leaf, LazyLeaf):
             raise PlacementError(
                 f"an autograd.Function takes whole tensors; got the lazy leaf {leaf.path!r}; call "
-                "zf.gather() on it first",
+                "zf.gather() on it first, or name the modules that pass parameters to one in "
+                "zf.functional(model, gather=[...])",
                 leaf=leaf.path,
             )
         for following, _ in node.next_functions:

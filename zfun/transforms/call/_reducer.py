@@ -33,7 +33,7 @@ from torch import Tensor
 from zfun import ops
 from zfun.collectives import Group, sum_group
 from zfun.errors import ZfunError
-from zfun.layout import Layout, LeafSlot
+from zfun.layout import BucketSlot, Layout, LeafSlot
 from zfun.transforms.call._hooks import CommHook, Handle
 
 # Reductions in flight: one that runs while the next bucket is filled.
@@ -61,6 +61,7 @@ class GradReducer:
         scale: returns the factor of all gradients; called when the first bucket is complete.
         unused: paths of the leaves that got no gradient on this rank.
         on_unused: called with the index of a bucket of which a leaf got none, before the hooks.
+        onto: buffers to which the gradients are added in place of new ones, one for each bucket.
         max_in_flight: how many reductions may be in flight; ``None`` for any number.
         late: buckets whose nodes may run any number of times; complete at the end only.
     """
@@ -81,6 +82,7 @@ class GradReducer:
         self.late: set[int] = set()
         self.unused: list[str] = []
         self.on_unused: Callable[[int], None] | None = None
+        self.onto: Sequence[Tensor] | None = None
         # One rank waits for nobody, so a bucket goes through all hooks as soon as it is complete.
         is_alone = group is None or sum_group(group).size == 1
         self.max_in_flight: int | None = 0 if is_alone else MAX_IN_FLIGHT
@@ -127,6 +129,16 @@ class GradReducer:
             node._set_sequence_nr(_FIRST)
             self._nodes[bucket].append(node)
         return outputs
+
+    def add_onto(self, buffers: Sequence[Any]) -> bool:
+        """Add the gradients to these buffers, if they stay where backward puts them."""
+        if self._hooks or any(
+            not isinstance(x, Tensor) or x.dtype is not dtype
+            for x, dtype in zip(buffers, self.dtypes, strict=True)
+        ):
+            return False
+        self.onto = buffers
+        return True
 
     def find_silent(self) -> None:
         """As backward begins, find the used buckets that get no gradient.
@@ -229,7 +241,9 @@ class GradReducer:
             [None] * len(leaves)
             if sums is None
             else [
-                x if x is None or x.dtype is leaf.dtype else _rounded(x, leaf.dtype)
+                x
+                if x is None or (x.dtype is leaf.dtype and not x.is_sparse)
+                else _rounded(x, leaf.dtype)
                 for x, leaf in zip(sums, leaves, strict=True)
             ]
         )
@@ -237,21 +251,26 @@ class GradReducer:
         self.unused += unused
         if unused and self.on_unused is not None:
             self.on_unused(bucket)
-        numel, dtype, device = slot.padded_numel, self.dtypes[bucket], self.layout.device
-        # The group may allocate a symmetric buffer, which other ranks can read.
-        make = None if self.group is None else self.group.allocate
-        out = (
-            torch.empty(numel, dtype=dtype, device=device)
-            if make is None
-            else make(numel, dtype, device)
-        )
-        table = None if sums is None or self._tables is None else self._tables[bucket]
+        out = self._buffer(slot, bucket) if self.onto is None else self.onto[bucket]
         ops.ravel_into(
-            out, grads, offsets, scale=1.0 if sums is None else self.scale(), table=table
+            out,
+            grads,
+            offsets,
+            scale=1.0 if sums is None else self.scale(),
+            table=None if sums is None or self._tables is None else self._tables[bucket],
+            adds=self.onto is not None,
         )
         # A table keeps the list, but must not keep the gradients.
         grads.clear()
         self._ready[bucket] = out
+
+    def _buffer(self, slot: BucketSlot, bucket: int) -> Tensor:
+        numel, dtype, device = slot.padded_numel, self.dtypes[bucket], self.layout.device
+        # The group may allocate a symmetric buffer, which other ranks can read.
+        make = None if self.group is None else self.group.allocate
+        if make is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return make(numel, dtype, device)
 
     def _settle(self, num_left: int) -> None:
         while len(self._in_flight) > num_left:
@@ -269,11 +288,18 @@ def _leaves_of(layout: Layout, bucket: int) -> tuple[tuple[LeafSlot, ...], tuple
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x + y
+    if x is None or y is None:
+        return x if y is None else y
+    # torch adds a sparse gradient to a dense one only.
+    return y + x if x.is_sparse else x + y
 
 
 def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a gradient of a wider dtype to the dtype of the leaf, like the cast of autograd."""
+    """Round a gradient of a wider dtype to the dtype of the leaf, like the cast of autograd.
+
+    A sparse gradient, such as that of ``nn.Embedding(sparse=True)``, becomes dense.
+    """
+    grad = grad.to_dense() if grad.is_sparse else grad
     return grad if torch.promote_types(grad.dtype, dtype) == dtype else grad.to(dtype)
 
 

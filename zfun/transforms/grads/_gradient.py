@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zfun import tree
 from zfun.collectives import AllReduce, Collective, Group, Stream, axis_of, sum_group
@@ -14,7 +15,7 @@ from zfun.compression import CODEC, Codec
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat, flats, ravel_buckets
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
-from zfun.options import ANY, FLOATING, FUNCTION, GROUP, integer, number, one_of, takes
+from zfun.options import ANY, FLOATING, FUNCTION, GROUP, TENSOR, integer, number, one_of, takes
 from zfun.placement import P
 from zfun.transforms._cast import CastLoss
 from zfun.transforms.grads._gradient_function import GradientFunction, grad_dtypes
@@ -217,8 +218,8 @@ def _check_parallel(vg: Gradient, group: Group) -> None:
         )
 
 
-@takes(vg=FUNCTION, scale=number(above=0, example="1024.0"))
-def scale_loss(vg: Gradient, scale: float) -> Gradient:
+@takes(vg=FUNCTION, scale=number(above=0, example="1024.0") | TENSOR)
+def scale_loss(vg: Gradient, scale: float | Tensor) -> Gradient:
     """Multiply the loss by a number in backward, so that float16 gradients do not underflow.
 
     The returned loss is not scaled; the gradients are ``scale`` times as large. The caller divides
@@ -228,7 +229,8 @@ def scale_loss(vg: Gradient, scale: float) -> Gradient:
     Args:
         vg: a gradient function made by zfun; for micro-batches put :func:`accumulate` around the
             result.
-        scale: the number; a power of two changes no bit of gradients that do not underflow.
+        scale: the number, or a 0-dim tensor on the device of the loss; a power of two changes no
+            bit of gradients that do not underflow.
 
     Returns:
         A gradient function.

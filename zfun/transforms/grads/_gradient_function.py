@@ -32,6 +32,7 @@ from zfun.transforms.grads._pullback import (
     Pullback,
     Pulled,
     View,
+    seed_of,
     start_backward,
     start_forward,
 )
@@ -101,7 +102,7 @@ class GradientFunction(ZfunGradient):
     over: Group | None = None
     hooks: tuple[CommHook, ...] = ()
     reduce_dtype: torch.dtype | None = None
-    loss_scale: float = 1.0
+    loss_scale: float | Tensor = 1.0
     codec: Codec | None = None
     on_unused: Callable[[int], None] | None = None
     is_planned: bool = False
@@ -119,7 +120,7 @@ class GradientFunction(ZfunGradient):
             with torch.enable_grad():
                 value, total, weight, aux = parse(out)
             executor.loss = loss = self._start_loss(total.detach(), weight, self.group)
-            seed = torch.full_like(total, self.loss_scale)
+            seed = seed_of(total, self.loss_scale)
             grads, _ = self._backward(call, [total], [seed], self._scale_of(loss, weight))
         except Exception:
             executor.abandon()
@@ -162,7 +163,12 @@ class GradientFunction(ZfunGradient):
 
             return found, rest
 
-        return values, Pullback(pull, call.executor.abandon, outputs.paths, halve)
+        def onto(total: Flat) -> bool:
+            is_alike = total.group is call.group and total.placement is self.placement
+            is_alike = is_alike and total.layout == call.layout
+            return is_alike and call.executor.reducer.add_onto(total.buffers)
+
+        return values, Pullback(pull, call.executor.abandon, outputs.paths, halve, onto)
 
     def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
         """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from zfun import ops
 from zfun.collectives import Group, gather_values, global_ranks
 from zfun.errors import CollectiveMismatch, SpecMismatch, ZfunError
+from zfun.flat import Flat
 from zfun.transforms._batches import open_batch
 
 Pulled: TypeAlias = tuple[Any, list["Tensor | None"]]
@@ -40,6 +41,9 @@ Pull: TypeAlias = Callable[[Any, "float | Tensor | None", Sequence[Tensor]], Cal
 
 View: TypeAlias = tuple[Tensor, Tensor]
 """A parameter, and a view of it that a function has used in its place."""
+
+# Says whether the gradients will be added to a sum.
+AddOnto: TypeAlias = Callable[[Flat], bool]
 
 # Takes views of the parameters too, runs the first half, and returns the second.
 Halve: TypeAlias = Callable[
@@ -59,6 +63,7 @@ class Pullback:
         close: called instead, if the pullback is dropped.
         paths: see below.
         halve: the same in two halves, if it can be divided; see [Note: two halves].
+        onto: asks for gradients that are added to a sum; see :meth:`adds_onto`.
 
     Attributes:
         paths: for each leaf of the outputs, in the order of :func:`zfun.transforms.map_batch`, the
@@ -72,10 +77,12 @@ class Pullback:
         close: Callable[[], None],
         paths: tuple[str | None, ...] = (),
         halve: Halve | None = None,
+        onto: AddOnto | None = None,
     ) -> None:
         self.paths = paths
         self._pull: Pull | None = pull
         self._halve = halve
+        self._onto = onto
         dropped: Any = weakref.finalize(self, close)
         # At the end of the process other ranks may be gone.
         dropped.atexit = False
@@ -165,6 +172,20 @@ class Pullback:
 
         return found, run
 
+    def adds_onto(self, total: Any) -> bool:
+        """Ask for gradients that are added to a sum as they are made, in the sum's own buffers.
+
+        Args:
+            total: gradients of an earlier call, or ``None``.
+
+        Returns:
+            Whether the gradients will be the new sum, with the bits of
+            :func:`zfun.transforms.add_grads`. ``False``: they are those of this call alone.
+        """
+        if self._pull is None or self._onto is None or not isinstance(total, Flat):
+            return False
+        return self._onto(total)
+
     def checked(
         self, cotangents: Any, weight: float | Tensor | None, inputs: Sequence[Tensor]
     ) -> Callable[[], Pulled]:
@@ -209,6 +230,13 @@ class Pullback:
         return Pullback(pull, self.close, self.paths)
 
 
+def seed_of(total: Tensor, scale: float | Tensor) -> Tensor:
+    """Return the cotangent of a loss: the loss scale, which may lie on the device of the loss."""
+    if isinstance(scale, Tensor):
+        return scale.to(total.dtype).expand_as(total)
+    return torch.full_like(total, scale)
+
+
 class Outputs:
     """The outputs of a function: the leaves with a graph, and detached ones for the caller.
 
@@ -241,7 +269,7 @@ class Outputs:
             for path, root in zip(self._paths, self.roots, strict=True)
         )
 
-    def seeds(self, cotangents: Any, scale: float) -> list[Tensor | None]:
+    def seeds(self, cotangents: Any, scale: float | Tensor) -> list[Tensor | None]:
         """Return a cotangent for each root, times a factor.
 
         Raises:
@@ -268,7 +296,10 @@ class Outputs:
                     leaf=path,
                 )
             seed = seed.detach().to(root.dtype)
-            found.append(seed if scale == 1.0 else seed * scale)
+            if isinstance(scale, Tensor):
+                found.append(seed * scale.to(seed.dtype))
+            else:
+                found.append(seed if scale == 1.0 else seed * scale)
         for path, leaf in by_path.items():
             if leaf is not None:
                 raise SpecMismatch(

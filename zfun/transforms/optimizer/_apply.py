@@ -86,6 +86,13 @@ def apply_spending(
     return _apply(optimizer, grads, state, params, donate=donate, spends=True)
 
 
+def apply_if(
+    taken: Tensor, optimizer: Optimizer, grads: Flat, state: Any, params: Flat, *, donate: bool
+) -> tuple[Flat, Any]:
+    """Take a step like :func:`apply`, or leave it out where ``taken``, on the device, is False."""
+    return _apply(optimizer, grads, state, params, donate=donate, spends=False, taken=taken)
+
+
 def _apply(
     chosen: Optimizer,
     grads: tree.Tree,
@@ -94,6 +101,7 @@ def _apply(
     *,
     donate: bool,
     spends: bool,
+    taken: Tensor | None = None,
 ) -> tuple[Any, Any]:
     if not isinstance(grads, Flat) and not isinstance(params, Flat):
         return _apply_to_trees(chosen, grads, state, params, donate)
@@ -116,7 +124,9 @@ def _apply(
     # Stores that can fail keep the old state until all ranks have the new one.
     overwritten = [] if can_fail((state, params)) else donated
     stepped = _apply_by_bucket(chosen, grads, state, params, donate, spends, overwritten)
-    new, new_state = stepped or _apply_at_once(chosen, grads, state, params, donate, overwritten)
+    new, new_state = stepped or _apply_at_once(
+        chosen, grads, state, params, donate, overwritten, taken
+    )
     return _taken_over(new, new_state, donated)
 
 
@@ -163,14 +173,18 @@ def _apply_at_once(
     params: Flat,
     donate: bool,
     overwritten: Sequence[Flat],
+    taken: Tensor | None,
 ) -> tuple[Flat, Any]:
+    options = {} if taken is None else {"taken": taken}
     with noting("update"):
         placed = lower(optimizer, grads, state, params)
         if donate and optimizer.group is None:
             # Peers may still read the shards. A sharded optimizer waits for the peers itself.
             await_readers(placed.params.group, placed.params.buffers)
         with _ConsumedOnError(overwritten):
-            new, new_state = optimizer.apply(placed.grads, state, placed.params, donate=donate)
+            new, new_state = optimizer.apply(
+                placed.grads, state, placed.params, donate=donate, **options
+            )
     given_up = placed.present if donate else None
     # The gradients are not held while new parameters are gathered.
     del placed

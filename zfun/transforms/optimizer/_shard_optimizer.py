@@ -69,12 +69,12 @@ def shard_optimizer(
         )
 
     def apply_to_shards(
-        grads: tree.Tree, state: Any, params: Flat, *, donate: bool = False
+        grads: tree.Tree, state: Any, params: Flat, *, donate: bool = False, **options: Any
     ) -> tuple[Any, Any]:
         if donate:
             # Peers may still read the shards, whether zf.apply or the user calls.
             await_readers(params.group, params.buffers)
-        return inner.apply(grads, state, params, donate=donate)
+        return inner.apply(grads, state, params, donate=donate, **options)
 
     def placed(step: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
         """Let a function of shards take values of any placement.

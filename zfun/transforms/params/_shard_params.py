@@ -20,7 +20,7 @@ import torch
 from zfun import ops, tree
 from zfun.collectives import Group, check_shardable, data_axes
 from zfun.compression import CODEC, Codec, check_repeatable
-from zfun.errors import PlacementError
+from zfun.errors import PlacementError, ZfunError
 from zfun.flat import FLAT, Flat
 from zfun.layout import Layout
 from zfun.options import FUNCTION, GROUP, takes
@@ -156,6 +156,12 @@ class ShardedLoss(ZfunLoss):
     @ops.uncompiled
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of sharded parameters."""
+        if ops.is_capturing():
+            raise ZfunError(
+                "the loss of shard_params() chooses gathers in Python and compares ranks on the "
+                "host; got a call inside of the capture of a CUDA graph, which would repeat "
+                "neither; use stage 0, 1 or 2, or capture the blocks of the loss"
+            )
         loss, around = self.loss, contextlib.nullcontext()
         if torch.is_inference_mode_enabled():
             loss, around = torch.inference_mode()(loss), outside_inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -94,6 +95,14 @@ def _unshard_some(value: Flat, select: Callable[[str, Tensor], bool]) -> tree.Tr
             for position, keep in zip(layout.positions, chosen, strict=True)
         ],
     )
+
+
+@overload
+def gather(value: Flat[Params]) -> Params: ...
+
+
+@overload
+def gather(value: Params) -> Params: ...
 
 
 def gather(value: tree.Tree) -> tree.Tree:
