@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from zfun import drawing
-from zfun.planner._parts import Bytes, Instant
+from zfun.planner._parts import Bytes, Instant, Live
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from zfun.planner.plans._hardware import Forecast
-    from zfun.planner.plans._record import Plan
 
 COLOURS = {
     "params": drawing.BLUE,
@@ -136,7 +135,7 @@ def _draw_place(panel: Axes, place: str, held: Sequence[Bytes]) -> None:
 
 
 def draw_bars(
-    plans: Mapping[str, Plan], forecasts: Mapping[str, Forecast], device_bytes: float
+    plans: Mapping[str, Live], forecasts: Mapping[str, Forecast], device_bytes: float
 ) -> drawing.Drawing:
     """Draw the peak of each plan by category, the limit of the device, and the times of a step.
 
