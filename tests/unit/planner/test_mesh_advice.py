@@ -42,7 +42,7 @@ def over_mesh(mesh: Any, count: int, wrap: Any = lambda fn: fn) -> Any:
         tp(functools.partial(run, first=2 * n // pp, last=2 * (n + 1) // pp)) for n in range(pp)
     ]
     if pp == 1:
-        return lambda p, batch: parts[0](p, None, batch)
+        return tp(lambda p, batch: run(p, None, batch, first=0, last=2))
     leaves = [[f"{n}.*" for n in range(2 * s // pp, 2 * (s + 1) // pp)] for s in range(pp)]
     return zf.pipeline(parts, mesh["pp"], num_micro_batches=count, leaves=leaves)
 
