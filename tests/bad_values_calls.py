@@ -1219,6 +1219,7 @@ case(
     2,
     count=("zero",),
 )
+case("reductions.norm_on_device", lambda g: {"grads": sharded(g)}, same, 2)
 case("reductions.any_rank", lambda g: {"flag": g.rank == 1, "group": g}, same, 2)
 case(
     "reductions.mean_metrics",

@@ -240,35 +240,44 @@ class Accelerator(accelerate.Accelerator):
                 or, with a loss scale, parameters without an engine.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._engine_to_clip(chosen, "clip_grad_norm_()")
+        if engine is None:
+            return super().clip_grad_norm_(chosen, max_norm, norm_type)
+        if norm_type != 2:
+            raise OptionError(
+                f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
+                "norm_type out"
+            )
+        return engine.clip(max_norm).float()
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element of the gradients so far, as :meth:`clip_grad_norm_` clips the norm."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._engine_to_clip(chosen, "clip_grad_value_()")
+        if engine is None:
+            super().clip_grad_value_(chosen, clip_value)
+        else:
+            engine.clip_value(clip_value)
+
+    def _engine_to_clip(self, chosen: Sequence[Tensor], name: str) -> Engine | None:
+        """Return the engine that has these parameters; ``None`` if none has any."""
         ids = set(map(id, chosen))
         for engine in self._engines:
             own = {id(param) for param in engine.module.parameters()}
             if ids & own:
-                _check_whole(engine, chosen, own)
-                if norm_type != 2:
-                    raise OptionError(
-                        f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
-                        "norm_type out"
-                    )
-                return engine.clip(max_norm).float()
+                _check_whole(engine, chosen, own, name)
+                return engine
         scale = max((engine.loss_scale for engine in self._engines), default=1.0)
         if scale != 1.0:
             raise OptionError(
                 f"an engine takes the loss scale, here {scale}, out of its own gradients; got "
-                "clip_grad_norm_() of parameters without an engine; pass the module and its "
-                "optimizer to prepare(), or use mixed_precision='bf16'"
+                f"{name} of parameters without an engine; pass the module and its optimizer to "
+                "prepare(), or use mixed_precision='bf16'"
             )
-        return super().clip_grad_norm_(chosen, max_norm, norm_type)
+        return None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing, because a step takes the loss scale out."""
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refuse, because each rank has a shard of the gradients."""
-        raise OptionError(
-            f"gradients are clipped by norm; got clip_grad_value_({clip_value}); call "
-            "clip_grad_norm_()"
-        )
 
     def _autocast(self) -> Any:
         # The cache of casts would keep gathered parameters alive.
@@ -355,20 +364,20 @@ def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     return found if kwargs.get("keep_vars") else _apart(found)
 
 
-def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int]) -> None:
+def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int], name: str) -> None:
     """Check that parameters to clip are all of a model, and no others."""
     ids = set(map(id, chosen))
-    rule = "clip_grad_norm_() takes all trained parameters of a model, which have one norm"
-    for name, param in engine.leaves.items():
+    rule = f"{name} takes all trained parameters of a model, whose gradients are one value"
+    for leaf, param in engine.leaves.items():
         if param.requires_grad and id(param) not in ids:
             raise OptionError(
-                f"{rule}; got parameters without leaf {name!r}; pass model.parameters(), or those "
+                f"{rule}; got parameters without leaf {leaf!r}; pass model.parameters(), or those "
                 "of all models of the optimizer"
             )
     if others := [tuple(x.shape) for x in chosen if x.requires_grad and id(x) not in own]:
         raise OptionError(
             f"{rule}; got one of shape {others[0]} that the model lacks too; clip each model by a "
-            "call of its own, and parameters of a loss with torch.nn.utils.clip_grad_norm_()"
+            "call of its own, and parameters of a loss with the function of torch.nn.utils"
         )
 
 

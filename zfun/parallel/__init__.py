@@ -3,6 +3,7 @@
 from zfun.parallel import schedules
 from zfun.parallel._cuts import LeafRule, ModelAxis, ParallelLoss, model_axes
 from zfun.parallel._cuts import beside_model_axes as beside_model_axes
+from zfun.parallel._cuts import knowing as knowing
 from zfun.parallel._experts import check_experts as check_experts
 from zfun.parallel._experts import dispatch, expert_parallel
 from zfun.parallel._local import LocalTree as LocalTree

@@ -14,9 +14,12 @@ local tree, and for each model axis the rule by which the local tree comes from 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,21 +56,52 @@ class ParallelLoss:
     Args:
         fn: ``(params, batch) -> scalar``, of the leaves that this rank holds.
         axes: see :func:`model_axes`; the first one cuts the logical tree, the next one its pieces.
+        inner: ``fn`` without a mean over an axis, for a stage of a pipeline that returns no loss.
     """
 
-    def __init__(self, fn: Callable[..., Any], axes: Sequence[ModelAxis]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        axes: Sequence[ModelAxis],
+        inner: Callable[..., Any] | None = None,
+    ) -> None:
         self.fn = self.__wrapped__ = fn
         self.model_axes = tuple(axes)
+        self.inner = inner or fn
 
     def __call__(self, params: Any, *batch: Any) -> Any:
+        known = _known.get()
+        for axis in self.model_axes:
+            if known is not None and axis.group.size > 1 and axis.group not in known:
+                raise OptionError(
+                    "zf.zero() cuts leaves over the model axes of the loss that it gets; got a "
+                    f"function around a loss over {axis.group!r}, and so whole leaves; put the "
+                    "function inside of the transform that cuts, or copy the attributes of its "
+                    "result with functools.wraps()"
+                )
         return self.fn(params, *batch)
+
+
+# The model axes of the run that calls a loss; None for calls outside of runs.
+_known: ContextVar[tuple[Group, ...] | None] = ContextVar("zfun_parallel_known", default=None)
+
+
+@contextlib.contextmanager
+def knowing(groups: tuple[Group, ...]) -> Iterator[None]:
+    """The context of a run that has cut its leaves over some model axes."""
+    token = _known.set(groups)
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
     """Return the model axes of a loss; empty for a plain function.
 
     Args:
-        loss: any loss.
+        loss: any loss; a ``functools.partial``, and a function with ``__wrapped__``, as
+            :func:`zfun.remat` and :func:`zfun.cast` return, have the axes of the loss inside.
 
     Returns:
         The axes; the first one spreads the logical tree, the next one what is left on a rank.
@@ -80,7 +114,13 @@ def model_axes(loss: Any) -> tuple[ModelAxis, ...]:
         >>> model_axes(lambda params, batch: params["w"].sum())
         ()
     """
-    return getattr(loss, "model_axes", ())
+    while not hasattr(loss, "model_axes"):
+        name = "func" if isinstance(loss, functools.partial) else "__wrapped__"
+        loss = getattr(loss, name, None)
+        if loss is None:
+            return ()
+    found: tuple[ModelAxis, ...] = loss.model_axes
+    return found
 
 
 def call_with(
@@ -110,21 +150,39 @@ def _hand_back(own: Any, left: Any, known: set[int]) -> None:
             own[key] = new
 
 
-def axes_inside(stages: Sequence[Callable[..., Any]]) -> list[Group]:
-    """Return the groups of the model axes of the stages of a pipeline, each once.
+def as_stage(loss: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
+    """Return the function of a stage of a pipeline; only the last one has a loss to average."""
+    return loss.inner if isinstance(loss, ParallelLoss) and not is_last else loss
+
+
+def axes_inside(
+    stages: Sequence[Callable[..., Any]],
+    rule: Callable[[Group, str, Any], Cut | Held | None],
+) -> list[ModelAxis]:
+    """Return the model axes of the stages of a pipeline, each once.
+
+    Args:
+        stages: the stages.
+        rule: how a leaf is spread over an axis by the stages that use it.
 
     Raises:
-        OptionError: the ranks of such an axis have batches of their own.
+        OptionError: the ranks of an axis have batches of their own in some stages only.
     """
     found = {id(x.group): x for fn in stages for x in model_axes(fn)}
     for axis in found.values():
-        if axis.has_batches:
-            raise OptionError(
-                "the ranks inside of a stage of a pipeline have one batch; got a stage of "
-                f"expert_parallel(), whose ranks have their own, over {axis.group!r}; use an "
-                "expert axis without a pipeline"
-            )
-    return [axis.group for axis in found.values()]
+        for stage, fn in enumerate(stages):
+            known = [x.has_batches for x in model_axes(fn) if x.group is axis.group]
+            if axis.has_batches and known != [True]:
+                raise OptionError(
+                    "the ranks of an expert axis have batches of their own, so every stage of a "
+                    f"pipeline sums gradients over the axis; got stage {stage} without "
+                    f"expert_parallel() over {axis.group!r}; write expert_parallel(stage, axis, "
+                    "experts=[]) for a stage without experts"
+                )
+    return [
+        ModelAxis(axis.group, functools.partial(rule, axis.group), axis.has_batches)
+        for axis in found.values()
+    ]
 
 
 def beside_model_axes(group: Group, loss: Any) -> Group:

@@ -73,14 +73,16 @@ def expert_parallel(
 
     The loss calls :func:`dispatch` where tokens meet experts, as models of
     :func:`zfun.interop.transformers.expert_parallel` do. It is averaged over the axis, so
-    :func:`zfun.zero` gets the other data axes alone, and each rank of both a batch of its own.
+    :func:`zfun.zero` gets the other data axes alone, and each rank of both a batch of its own. As a
+    stage of :func:`zfun.pipeline`, only the last one is averaged; the others give activations.
 
     Args:
         loss: ``(params, batch) -> scalar``, ``(scalar, aux)`` or :func:`zfun.weighted_mean`, of
             this rank's experts and of other leaves that are whole.
         axis: the ranks that share the experts, such as ``mesh["ep"]``; of a mesh, another axis than
             those of :func:`zfun.zero`.
-        experts: globs of the paths of leaves that are cut along dim 0, where their experts lie.
+        experts: globs of the paths of leaves that are cut along dim 0, where their experts lie;
+            none for a stage without experts.
         gathered: globs of other leaves that are cut along dim 0 between uses. This saves their
             state, and sends as much as a sum of gradients does, half of it in forward.
 
@@ -125,14 +127,14 @@ def expert_parallel(
     if isinstance(loss, Pipeline):
         raise OptionError(
             "expert_parallel() takes the loss of a batch; got a pipeline, whose stages pass "
-            "activations on; use an expert axis without a pipeline"
+            "activations on; put expert_parallel() around each of its stages"
         )
     mean = _MeanLoss(loss, axis, tuple(experts), tuple(gathered))
 
     def rule(path: str, leaf: Any) -> Cut | None:
         return None if mean.kind_of(path) == "whole" else Cut(0)
 
-    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)))
+    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)), mean.inner)
 
 
 class _MeanLoss:
@@ -155,8 +157,13 @@ class _MeanLoss:
         matches = lambda globs: any(fnmatch.fnmatchcase(path, glob) for glob in globs)
         return next((kind for kind, globs in self.globs.items() if matches(globs)), "whole")
 
-    @ops.uncompiled
     def __call__(self, params: tree.Tree, *batch: Any) -> Any:
+        """Return the mean over the axis."""
+        return self._mean(self.inner(params, *batch))
+
+    @ops.uncompiled
+    def inner(self, params: tree.Tree, *batch: Any) -> Any:
+        """Return the result of this rank's batch, such as the activations of a stage."""
         if isinstance(params, Flat):
             raise PlacementError(
                 "expert_parallel() takes a loss of whole leaves; got sharded parameters; put "
@@ -177,7 +184,7 @@ class _MeanLoss:
         # A graph holds a lazy leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
-        return self._mean(out)
+        return out
 
     def _shared(self, own: Tensor, path: str, kind: str) -> LazyLeaf:
         """Return a leaf that the ranks share, whose gradient backward sums at each use."""
@@ -193,6 +200,7 @@ class _MeanLoss:
         source = BucketSource(load)
         return LazyLeaf(shape, own.dtype, own.device, own.requires_grad, path, source)
 
+    @ops.uncompiled
     def _mean(self, out: Any) -> Any:
         """Average the result of a loss over the axis."""
         _, total, weight, aux = parse(out)

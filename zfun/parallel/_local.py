@@ -13,7 +13,7 @@ from torch import Tensor
 from zfun import ops, tree
 from zfun.collectives import Group, LeafRecord, broadcast, check_same, gather_json, gather_values
 from zfun.errors import OptionError, ZfunError
-from zfun.layout import Layout, LeafSlot
+from zfun.layout import Layout, LeafSlot, split_by_label
 from zfun.parallel._cuts import ModelAxis
 from zfun.placement import Cut, Held
 from zfun.sources import Deferred
@@ -148,9 +148,20 @@ class LocalTree:
         if error is not None:
             raise error
 
-    def placed(self, layout: Layout) -> Layout:
-        """Return a layout of this rank's leaves whose slots say how these are spread."""
-        return dataclasses.replace(layout, leaves=tuple(map(self._placed, layout.leaves)))
+    def placed(self, layout: Layout, *, is_coded: bool = False) -> Layout:
+        """Return a layout of this rank's leaves whose slots say how these are spread.
+
+        Args:
+            layout: of these leaves.
+            is_coded: whether messages are rounded block by block. Leaves that ranks of an axis
+                share get buckets of their own then, because they stay equal only if they lie in
+                blocks beside equal leaves.
+        """
+        placed = dataclasses.replace(layout, leaves=tuple(map(self._placed, layout.leaves)))
+        return split_by_label(placed, self._is_shared) if is_coded else placed
+
+    def _is_shared(self, path: str, leaf: Any) -> Hashable:
+        return tuple(kind is None for kind in self.spreads[path])
 
     def _placed(self, slot: LeafSlot) -> LeafSlot:
         spread = self.spreads[slot.path]

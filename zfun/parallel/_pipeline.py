@@ -36,7 +36,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
-from zfun.parallel._cuts import ModelAxis, ParallelLoss, axes_inside, model_axes
+from zfun.parallel._cuts import ModelAxis, ParallelLoss, as_stage, axes_inside, model_axes
 from zfun.parallel._local import Spread
 from zfun.parallel._pipeline_messages import Channel, pair_groups
 from zfun.parallel._pipeline_run import (
@@ -87,10 +87,7 @@ class Pipeline(ParallelLoss):
             _refuse_call,
             [
                 ModelAxis(axis, lambda path, leaf: Held(self._ranks_with(path))),
-                *(
-                    ModelAxis(group, functools.partial(self._spread_inside, stages, group))
-                    for group in axes_inside(stages)
-                ),
+                *axes_inside(stages, functools.partial(self._spread_inside, stages)),
             ],
         )
         self.num_micro_batches = num_micro_batches
@@ -102,7 +99,7 @@ class Pipeline(ParallelLoss):
         self._rank_of = ranks_of_stages(schedule)
         self.stages = {
             stage: StageFunction(
-                fn,
+                as_stage(fn, is_last=stage == len(stages) - 1),
                 _picker(stage, leaves),
                 takes_batch(stage, fn),
                 is_first=stage == 0,
@@ -343,7 +340,8 @@ def pipeline(
             arguments, ``(params, x, batch)``, gets the micro-batch too; a third argument with a
             default must have the name ``batch`` for that. What a stage returns is a
             tensor, or tuples, lists and dicts of tensors. A stage may be a loss of
-            :func:`zfun.tensor_parallel`, over another axis of the mesh.
+            :func:`zfun.tensor_parallel` over another axis of the mesh, and all stages may be losses
+            of :func:`zfun.parallel.expert_parallel`, whose ranks have batches of their own.
         axis: the ranks of the pipeline, such as ``mesh["pp"]``; they get the same batches. Stage s
             lies on rank ``s % axis.size``, unless the schedule says otherwise.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"zero_bubble"``, or the actions of each rank, as
@@ -361,8 +359,7 @@ def pipeline(
         result of the last stage on the rank of that stage.
 
     Raises:
-        OptionError: stages that the axis or the schedule does not fit, or one of
-            :func:`zfun.parallel.expert_parallel`.
+        OptionError: stages that do not fit the axis or the schedule; an expert axis of some only.
         LeafError: from ``init``, for a leaf of no stage.
         SpecMismatch: from ``step``, for ranks with other plans or batches, or a stage whose results
             change their shapes.

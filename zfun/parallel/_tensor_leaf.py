@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zfun import collectives, tree
 from zfun.collectives import Group
@@ -27,6 +28,8 @@ from zfun.errors import PlacementError
 from zfun.parallel._tensor_styles import OUTPUT_CUT, SUMMED, USES, TensorStyle
 from zfun.transforms.call._lazy import METADATA, BucketSource, LazyLeaf, tensor_of
 
+# Nodes of autograd whose results are their inputs, if the shapes are equal.
+_ALIASES = frozenset(["AliasBackward0", "SliceBackward0", "ViewBackward0"])
 # The name of messages of activations.
 _NAME = "activations"
 
@@ -44,8 +47,8 @@ class Region:
         self.sequence_dim = sequence_dim
         self.source = BucketSource(lambda leaf: cast("StyledLeaf", leaf).value())
         self._last = threading.local()
-        # Of a sequence that a norm has joined.
-        self._length = 0
+        # Of sequences that norms have joined.
+        self._lengths: set[int] = set()
 
     def enter(self, x: Tensor) -> Tensor:
         """Return an activation for use with leaves that are cut; the same one for the same tensor.
@@ -53,32 +56,62 @@ class Region:
         So q, k and v share one sum in backward.
         """
         dim = self.sequence_dim
-        if dim is not None and self._length and x.shape[dim] == self._length:
-            return x
+        gathered = None if dim is None else self._gathered_of(x)
+        if gathered is not None:
+            return gathered
         key, entered = getattr(self._last, "entered", (None, None))
         # Tensors of inference mode count no writes.
-        version = torch.is_grad_enabled(), None if x.is_inference() else x._version
+        version = torch.is_grad_enabled(), _version(x)
         if key is not None and key[0]() is x and key[1] == version:
             return cast("Tensor", entered)
-        if dim is None:
+        if dim is None or self._is_whole(x.shape[dim]):
             entered = collectives.enter(x, self.axis, name=_NAME)
         else:
             entered = collectives.all_gather(x, self.axis, dim, name=_NAME)
         self._last.entered = ((weakref.ref(x), version), entered)
         return entered
 
-    def join(self, x: Tensor) -> Tensor:
-        """Join the tokens of all ranks, after a norm."""
-        assert self.sequence_dim is not None
-        x = collectives.all_gather(x, self.axis, self.sequence_dim, name=_NAME)
-        self._length = x.shape[self.sequence_dim]
-        self._last.joined = weakref.ref(x)
-        return x
+    def _is_whole(self, length: int) -> bool:
+        """Whether an activation of a length has all tokens, because a norm has joined so many."""
+        if length not in self._lengths:
+            return False
+        if length * self.axis.size in self._lengths:
+            raise PlacementError(
+                "with sequence_dim the length of an activation says whether a rank has all of its "
+                f"tokens; got one of {length} tokens, in a loss whose sequences have {length} and "
+                f"{length * self.axis.size}, over {self.axis.size} ranks; pad one of the sequences"
+            )
+        return True
 
-    def is_joined(self, x: Tensor) -> bool:
-        """Whether a norm has joined this very activation, the last one of all."""
-        joined = getattr(self._last, "joined", None)
-        return joined is not None and joined() is x
+    def join(self, x: Tensor) -> Tensor:
+        """Join the tokens of all ranks, after a norm.
+
+        The result is alike on all ranks, so backward keeps a piece of its cotangent. Leaves that
+        are cut get the same numbers with another way back, a reduce-scatter of what ranks add.
+        """
+        dim = self.sequence_dim
+        assert dim is not None
+        gathered = collectives.all_gather(x, self.axis, dim, name=_NAME)
+        self._lengths.add(gathered.shape[dim])
+        known = self._last.__dict__.setdefault("gathered", WeakTensorKeyDictionary())
+        if not gathered.requires_grad:
+            known[gathered] = None, _version(gathered)
+            return gathered
+        whole: Tensor = _Joined.apply(x, gathered.detach(), self.axis, dim)
+        known[whole] = gathered, _version(whole)
+        return whole
+
+    def _gathered_of(self, x: Tensor) -> Tensor | None:
+        """Return what leaves that are cut get in place of the result of a norm, if this is one."""
+        node = x.grad_fn
+        # A slice of all tokens, as models take before a head, is the same activation.
+        while node is not None and node.name() in _ALIASES:
+            node = node.next_functions[0][0]
+        for whole, (gathered, version) in getattr(self._last, "gathered", {}).items():
+            is_alias = node is not None and whole.grad_fn is node and whole.shape == x.shape
+            if (whole is x or is_alias) and version == _version(whole):
+                return x if gathered is None else cast("Tensor", gathered)
+        return None
 
     def leave(self, x: Tensor) -> Tensor:
         """Add the parts of all ranks."""
@@ -89,6 +122,24 @@ class Region:
     def forget(self) -> None:
         """Let go of the activation that was used last."""
         self._last.__dict__.clear()
+
+
+class _Joined(torch.autograd.Function):
+    """``S -> R`` of tokens that are gathered already, as :func:`zfun.collectives.leave`."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, gathered: Tensor, axis: Group, dim: int) -> Tensor:  # type: ignore[override]
+        ctx.place = axis.rank, axis.size, dim
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rank, size, dim = ctx.place
+        return grad.chunk(size, dim)[rank], None, None, None
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 class StyledLeaf(LazyLeaf):
@@ -219,14 +270,6 @@ def _linear(
             out = collectives.leave(out, region.axis, -1, name=_NAME)
         return out
     if style == "rowwise_split_input":
-        if region.is_joined(x):
-            # Backward of the join adds what the ranks send, and here each would send the whole.
-            raise PlacementError(
-                "with sequence_dim the result of a norm goes into leaves of style 'colwise*', or "
-                f"into a tied head; it met leaf {weight.path!r} of style {style!r}; give the leaf "
-                "the style 'colwise_gather_output'",
-                leaf=weight.path,
-            )
         x = collectives.enter(x, region.axis, -1, name=_NAME)
     if x.shape[-1] != matrix.shape[-1]:
         raise PlacementError(

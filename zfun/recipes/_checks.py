@@ -74,7 +74,12 @@ def check_is_flat(name: str, value: Any, remedy: str, *, optional: bool = False)
 def check_used(state: ZeroState, num_unused: Sequence[int], group: Group) -> None:
     """Refuse a step without a gradient on any rank; each rank has a number of unused leaves."""
     num_leaves = len(state.params.layout.leaves)
-    if not num_leaves or min(num_unused) < num_leaves:
+    is_used, has_leaves = num_leaves > 0 and min(num_unused) < num_leaves, num_leaves > 0
+    for axis in model_groups(group):
+        # Along a model axis ranks have other leaves, and one of them may use its own.
+        sides = collectives.gather_json([is_used, has_leaves], axis, "used leaves")
+        is_used, has_leaves = (any(flags) for flags in zip(*sides, strict=True))
+    if is_used or not has_leaves:
         return
     raise LeafError(
         f"a loss must use its parameters; in step {state.step} no trained leaf got a gradient on "

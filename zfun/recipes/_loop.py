@@ -14,7 +14,7 @@ from zfun.checkpoint import check_saves
 from zfun.collectives import global_ranks, model_groups
 from zfun.errors import OptionError, SpecMismatch, ZfunError
 from zfun.flat import Flat
-from zfun.parallel import LocalTree, Pipeline, model_axes
+from zfun.parallel import LocalTree, Pipeline, knowing, model_axes
 from zfun.placement import R
 from zfun.recipes._checks import (
     check_is_flat,
@@ -267,7 +267,8 @@ class Loop:
         @functools.wraps(method)
         def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Out:
             try:
-                with stores.locating(rank=global_ranks(group)[group.rank]):
+                rank = global_ranks(group)[group.rank]
+                with stores.locating(rank=rank), knowing(model_groups(group)):
                     refuse_transforms()
                     return method(*args, **kwargs)
             except ZfunError as error:

@@ -134,7 +134,8 @@ def first_values(
     stage, group, policy, offload = recipe.stage, recipe.group, recipe.precision, recipe.offload
     # Master weights keep the bits that rounding drops, so compare the unrounded values.
     values = "values" if policy.master is None else "unrounded"
-    placement_rule = recipe.placement
+    placement_rule, codecs = recipe.placement, recipe.compression
+    is_coded = codecs.grads is not None or codecs.params is not None
     if local is not None and not (placement_rule is None or isinstance(placement_rule, Sharded)):
         placement_rule = local.asks(placement_rule)
 
@@ -149,7 +150,7 @@ def first_values(
             compare=values if init == "check" else "forms",
             placement=placement_rule,
         )
-        layout = layout if local is None else local.placed(layout)
+        layout = layout if local is None else local.placed(layout, is_coded=is_coded)
         layout = layout if labels is None else split_by_label(layout, labels)
         return layout if recipe.placement is None else place(layout, recipe.placement, group.size)
 

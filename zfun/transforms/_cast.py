@@ -46,6 +46,10 @@ class CastLoss(ZfunLoss):
     dtype: torch.dtype
     batch: bool
 
+    @property
+    def __wrapped__(self) -> Loss:
+        return self.loss
+
     def __call__(self, params: tree.Tree, batch: Any) -> Any:
         """Return the loss of the cast parameters."""
         if self.batch:

@@ -522,6 +522,40 @@ def test_weights_leave_and_enter_an_engine(tmp_path: Path) -> None:
     assert len(tool.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="mine")) == len(names)
 
 
+class Rotated(nn.Module):
+    """Buffers of both kinds, as in a model of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.layer(x) * self.angles
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_a_checkpoint_have_the_names_of_the_module(tmp_path: Path, stage: int) -> None:
+    """Buffers that are not persistent are left out, as in state_dict()."""
+
+    def main(group: zf.Group) -> None:
+        model = nn.Sequential(Rotated(), Rotated())
+        engine, *_ = made(group, stage, model)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        for options in ({"load_module_only": True}, {"load_optimizer_states": False}, {}):
+            assert engine.load_checkpoint(tmp_path, **options)[0] is not None
+
+    zf.simulate(2, main)
+    plain = nn.Sequential(Rotated(), Rotated())
+    read = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    plain.load_state_dict(read(tmp_path))
+    assert plain[1].seen == 1
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_configurations_in_the_wild_train(path: Path, tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("/local_nvme", str(tmp_path))

@@ -574,6 +574,25 @@ def test_axes_of_a_configuration_are_those_of_the_loss() -> None:
             torch.testing.assert_close(found[name], whole[name] - 0.5 * leaf.grad)
 
 
+def test_ranks_of_an_expert_axis_have_batches() -> None:
+    """Two data ranks times two along the experts share the batch of a step: four, not two."""
+
+    def main(group: zf.Group) -> int:
+        mesh = zf.mesh(group, dp=2, ep=2)
+        loss = lambda params, x: (params["experts"].sum() * x).mean()
+        mean = zf.parallel.expert_parallel(loss, mesh["ep"], ["experts"])
+        config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+        read = lambda size: from_ds_config(config, auto=AutoValues(world_size=size))
+        rule = zf.optim.sgd(0.1)
+        with pytest.raises(OptionError, match=r"for 2 ranks; got .* 2, times 2 along an expert"):
+            read(2).zero(mean, mesh["dp"], optimizer=rule)
+        zero = read(4).zero(mean, mesh["dp"], optimizer=rule)
+        zero.step(zero.init({"experts": torch.ones(2)}), torch.ones(2))
+        return read(4).num_micro_batches
+
+    assert zf.simulate(4, main) == [2] * 4
+
+
 def test_features_that_are_off_are_no_mistake() -> None:
     config = {
         "amp": {"enabled": False, "opt_level": "O1"},

@@ -208,7 +208,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "got SGD of no model; pass",
     ),
     "a norm of another order": (lambda: clipped(max_norm=1.0, norm_type=1.0), "leave norm_type"),
-    "clipping by value": (lambda: clipped(clip_val=1.0), "got clip_val=1.0; pass max_norm="),
     "a configuration's optimizer": (
         lambda: configured(optimizer={"type": "SGD", "params": {"lr": 0.1}}),
         r"fabric.setup\(\) takes the optimizer; got one",
@@ -233,6 +232,16 @@ def test_what_cannot_hold_is_refused(case: str) -> None:
 def test_a_norm_that_is_not_finite_is_torchs_error() -> None:
     with pytest.raises(RuntimeError, match="is nan, so it cannot be clipped"):
         clipped(max_norm=1.0, scale=float("nan"))
+
+
+def test_elements_of_gradients_are_clipped() -> None:
+    fabric, model, optimizer = made()
+    before = [x.detach().clone() for x in model.parameters()]
+    fabric.backward(model(torch.ones(2, 3)).mean() * 7)
+    fabric.clip_gradients(model, optimizer, clip_val=0.5)
+    assert all(x.grad.abs().le(0.5).all() for x in model.parameters())
+    optimizer.step()
+    assert any(not x.equal(old) for x, old in zip(model.parameters(), before, strict=True))
 
 
 def test_gradients_that_cannot_be_clipped_stay_as_they_are() -> None:

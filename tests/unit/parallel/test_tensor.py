@@ -371,8 +371,9 @@ def test_a_write_without_gradients_is_seen() -> None:
     assert torch.equal(torch.stack(zf.simulate(2, main)), torch.zeros(2, 2, 1))
 
 
-def test_the_result_of_a_norm_is_not_cut_into_features() -> None:
-    """Each rank would send the gradient of the whole result, and the join would add them."""
+@pytest.mark.parametrize("has_mid", [False, True])
+def test_the_result_of_a_norm_is_cut_into_features(has_mid: bool) -> None:
+    """Each rank sends the gradient of the whole result, which counts once."""
 
     def loss(params: Any, x: Tensor) -> Tensor:
         x = F.rms_norm(enter(x, params["axis"], 0), (WIDTH,), params["norm"])
@@ -380,20 +381,25 @@ def test_the_result_of_a_norm_is_not_cut_into_features() -> None:
             x = F.linear(x, params["mid"])
         return F.linear(x, params["w"]).sum()
 
-    def main(group: Group, has_mid: bool) -> Any:
-        params: dict[str, Any] = {"norm": torch.ones(WIDTH), "w": torch.ones(2, WIDTH // 2)}
+    def main(group: Group) -> Any:
+        norm = torch.ones(WIDTH, requires_grad=True)
+        params: dict[str, Any] = {"norm": norm, "w": torch.ones(2, WIDTH // 2)}
         plan = {"w": "rowwise_split_input"}
         if has_mid:
             params["mid"] = torch.ones(WIDTH // 2, WIDTH)
             plan["mid"] = "colwise_gather_output"
         whole = lambda p, x: loss(p | {"axis": group}, x)
         cut = zf.tensor_parallel(whole, group, plan, sequence_dim=0)
-        return float(cut(params, torch.ones(2, WIDTH)))
+        out = cut(params, torch.ones(2, WIDTH))
+        out.backward()
+        return float(out.detach()), norm.grad
 
-    with pytest.raises(PlacementError, match=r"result of a norm goes into .* leaf 'w' of style"):
-        zf.simulate(2, main, False)
-    # Each rank has one of two tokens, whose features are 4, and 2 results of 4 * 4.
-    assert zf.simulate(2, main, True) == pytest.approx([32.0, 32.0])
+    # Each rank has one of two tokens, whose 4 features are 1, and 4 behind the matrix. It sums 2
+    # results, and their gradients over both tokens.
+    factor = 4.0 if has_mid else 1.0
+    for total, gradient in zf.simulate(2, main):
+        assert total == pytest.approx(2 * 4 * factor)
+        torch.testing.assert_close(gradient, torch.full((WIDTH,), 2 * 2 * factor))
 
 
 # Wrong programs. Each is refused before anything is sent.

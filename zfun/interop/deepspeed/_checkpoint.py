@@ -17,7 +17,13 @@ from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._phases import Phases
-from zfun.interop.deepspeed.utils.zero_to_fp32 import SCRIPT, latest_of, packed, unpacked
+from zfun.interop.deepspeed.utils.zero_to_fp32 import (
+    SCRIPT,
+    latest_of,
+    packed,
+    unpacked,
+    weights_of,
+)
 from zfun.interop.engine._torch_states import CONFIGURED
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -109,6 +115,7 @@ class SavedEngine(Phases):
             "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
             "groups": packed(_groups(self.optimizer)),
             "ties": _ties(self.module),
+            "not_persistent": _not_persistent(self.module),
         }
         kept = state._replace(frozen=None) if exclude_frozen_parameters else state
         saved = checkpoint.save(folder / name, kept, keep=1, data=data)
@@ -160,9 +167,7 @@ class SavedEngine(Phases):
             groups.check_saved(state.opt_state, numbers)
             self._core.load(path, keeps_frozen=left_out)
         else:
-            weights = {name: x.load() for name, x in {**found.params, **found.buffers}.items()}
-            ties = data.get("ties", {}).items()
-            weights |= {name: weights[own] for name, own in ties if own in weights}
+            weights = {name: x.load() for name, x in weights_of(found, found.params).items()}
             self.load_module_state_dict(
                 weights, load_module_strict and not left_out, custom_load_fn
             )
@@ -259,6 +264,15 @@ def _ties(module: nn.Module) -> dict[str, str]:
     names = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: names[id(param)] for name, param in every if names[id(param)] != name}
+
+
+def _not_persistent(module: nn.Module) -> list[str]:
+    """Return the buffers that are in a state, and not in ``state_dict()`` of the module."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in sorted(part._non_persistent_buffers_set)
+    ]
 
 
 def _check_tag(group: Group, tag: str) -> None:

@@ -39,7 +39,7 @@ class AutoValues:
     A value that is known must also equal the number that the configuration has in its place.
 
     Attributes:
-        world_size: ranks that each take a batch of their own.
+        world_size: ranks that each take a batch of their own; those of an expert axis do.
         train_batch_size: samples of one step, over all ranks.
         micro_batch_size: samples that a rank computes at a time.
         num_micro_batches: micro-batches of one step of a rank (gradient accumulation).

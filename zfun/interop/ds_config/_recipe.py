@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,20 +171,24 @@ class Recipe:
                 "a recipe needs an optimizer; got a configuration without one; pass optimizer=, "
                 "such as zf.optim.adamw(3e-4)"
             )
-        size, rest = divmod(sum_group(group).size, self.sequence)
+        axes = model_axes(loss_fn)
+        # Ranks of an expert axis have batches of their own, and the group does not know them.
+        batched = math.prod(axis.group.size for axis in axes if axis.has_batches)
+        size, rest = divmod(sum_group(group).size * batched, self.sequence)
         if rest or (self.batch is not None and self.batch.world_size != size):
             ranks = "any number of" if self.batch is None else str(self.batch.world_size)
             each = f", each a group of {self.sequence} along the sequence" * (self.sequence > 1)
+            experts = f", times {batched} along an expert axis" * (batched > 1)
             raise OptionError(
                 f"the batch sizes of the configuration are for {ranks} ranks{each}; got a group of "
-                f"{sum_group(group).size}; pass world_size={size} to from_ds_config(), and the "
-                "group of all data axes, mesh['dp', 'sp'] where sequences are cut"
+                f"{sum_group(group).size}{experts}; pass world_size={size} to from_ds_config(), "
+                "and the group of all data axes, mesh['dp', 'sp'] where sequences are cut"
             )
-        axes = [axis.group.size for axis in model_axes(loss_fn)]
-        if self.tensor > 1 and self.tensor not in axes:
+        sizes = [axis.group.size for axis in axes]
+        if self.tensor > 1 and self.tensor not in sizes:
             raise OptionError(
                 f"the configuration has tensor_parallel.autotp_size {self.tensor}; got a loss over "
-                f"model axes of {axes or 'no'} ranks; pass zf.tensor_parallel(loss, mesh['tp'], "
+                f"model axes of {sizes or 'no'} ranks; pass zf.tensor_parallel(loss, mesh['tp'], "
                 "zf.interop.transformers.tp_plan(model)), and mesh['dp'] as the group"
             )
         if self.rows is not None:

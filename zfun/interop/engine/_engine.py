@@ -273,7 +273,6 @@ class Engine(Passes):
     def prepare(self) -> None:
         """End backward passes, and look for other trained leaves, as each call does."""
         self._settle()
-        self._live.check_dropped()
         self._live.check_unwritten()
         self._regroup()
 

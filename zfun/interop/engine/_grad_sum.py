@@ -122,7 +122,7 @@ class GradSum:
         layout, like, mesh = params.layout, self.grads, self._mesh
         factor = 1.0 if divided else self._factor
         whole = [
-            scale_grads(strays[slot.path].detach(), factor)
+            scale_grads(strays[slot.path].detach().to_dense(), factor)
             if slot.path in strays
             else torch.zeros(slot.shape, dtype=slot.dtype, device=layout.device)
             for slot in layout.leaves
@@ -158,6 +158,18 @@ class GradSum:
         """Let the step clip the gradients, whose norm is ``norm``, unless :meth:`cut` does."""
         first, least = self._clipped or (norm, bound)
         self._clipped = first, min(least, bound)
+
+    def clamp(self, bound: float, *, keeps_overflow: bool) -> None:
+        """Clip each element."""
+        self.cut()
+        if self.grads is None:
+            return
+        here = stores.resident(self.grads)
+        small = [x.clamp(-bound, bound) for x in here.buffers]
+        if keeps_overflow:
+            pairs = zip(small, here.buffers, strict=True)
+            small = [torch.where(x.isfinite(), clipped, x) for clipped, x in pairs]
+        self.grads = here.with_buffers(small)
 
     def cut(self) -> None:
         """Clip now, because other gradients are added to the clipped ones, or code reads these."""

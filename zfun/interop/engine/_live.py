@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -151,7 +152,6 @@ class LiveModule:
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}
         self._hooked: set[int] = set()
-        self._dropped: list[tuple[str, weakref.ref[Tensor]]] = []
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
         self._read: list[tuple[str, Tensor, int]] = []
@@ -267,20 +267,10 @@ class LiveModule:
         """End a step: values that were gathered outside of calls are old from now on."""
         self.kept = None
         self._hooked.clear()
-        self._dropped += [(name, weakref.ref(x)) for name, x in self.strays.items()]
+        # A loss that the script still holds keeps them, and may not be differentiated again.
+        for name, x in self.strays.items():
+            x.register_post_accumulate_grad_hook(functools.partial(_refuse_old, name))
         self.strays.clear()
-
-    def check_dropped(self) -> None:
-        """Refuse a tensor with a gradient that was gathered before the last step and is held."""
-        for name, ref in self._dropped:
-            if ref() is not None:
-                raise PlacementError(
-                    "a tensor that was gathered outside of a call is old after the step; got leaf "
-                    f"{name!r}, which the script still holds; read the attribute of the module "
-                    "again in each step, or keep a clone()",
-                    leaf=name,
-                )
-        self._dropped.clear()
 
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of rank 0; every rank must call."""
@@ -389,3 +379,12 @@ class LiveModule:
                 "engine is gone; keep the engine"
             )
         return self.owner
+
+
+def _refuse_old(name: str, param: Tensor) -> None:
+    """Refuse a gradient of a value that was gathered outside of calls before the last step."""
+    raise PlacementError(
+        "a tensor that was gathered outside of a call is old after the step; got a gradient of "
+        f"leaf {name!r} from before; read the attribute of the module again in each step",
+        leaf=name,
+    )

@@ -221,6 +221,18 @@ class Passes(HeldModule):
                 self._sum.cut()
         return norm
 
+    def clip_value(self, bound: float) -> None:
+        """Clip each element of the gradients since the last step; every rank must call.
+
+        With a loss scale, numbers that are not finite stay so, and the step is skipped.
+
+        Args:
+            bound: the largest absolute value.
+        """
+        self._settle()
+        self._gathered()
+        self._sum.clamp(bound * self.loss_scale, keeps_overflow=self._state.loss_scale is not None)
+
     def _left(self) -> dict[str, Tensor]:
         """Return gradients that backward has left in parameters, by name."""
         with torch._C.DisableTorchFunctionSubclass():

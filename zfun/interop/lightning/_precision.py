@@ -55,7 +55,9 @@ class ZfunPrecision(Dtypes, Precision):
 
     def __init__(self, precision: str) -> None:
         super().__init__(precision)
+        # By optimizer: the bound of the norm, and that of each element.
         self.bounds: dict[int, float] = {}
+        self.largest: dict[int, float] = {}
 
     def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -90,12 +92,9 @@ class ZfunPrecision(Dtypes, Precision):
         clip_val: int | float | None = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Note the bound of the norm for the next step, which clips the sharded gradients."""
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise OptionError(
-                "gradients are clipped by norm, because each rank has a shard of them; got "
-                "gradient_clip_algorithm='value'; pass 'norm'"
-            )
+        """Note the bound for the next step, which clips the sharded gradients."""
+        is_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         if clip_val:
             # Lightning passes the optimizer in its own class, or as the module has made it.
-            self.bounds[id(getattr(optimizer, "_optimizer", optimizer))] = float(clip_val)
+            own = id(getattr(optimizer, "_optimizer", optimizer))
+            (self.largest if is_value else self.bounds)[own] = float(clip_val)

@@ -141,13 +141,14 @@ class ZfunStrategy(DDPStrategy):
         if not is_on_meta(module):
             self.model_to_device()
             take_values_of_rank_0(module, self.world_size)
+        by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         self.recipe = recipe_of(
             self._config,
             self._options,
             precision=self.precision_plugin.precision,
             world_size=self.world_size,
             accumulate=trainer.accumulate_grad_batches,
-            clip_norm=trainer.gradient_clip_val,
+            clip_norm=None if by_value else trainer.gradient_clip_val,
         )
         self._groups = self._make_groups(trainer, module) if is_fit else []
         decays = [x.decay for x in getattr(trainer, "callbacks", []) if isinstance(x, EmaAveraging)]
@@ -248,6 +249,8 @@ class ZfunStrategy(DDPStrategy):
                 "configuration"
             )
         run = self._running()
+        if (largest := self.precision_plugin.largest.pop(id(optimizer), None)) is not None:
+            run.engines[index].clip_value(largest)
         run.engines[index].clip_norm = UNBOUNDED if bound is None else bound
         self.last_step = run.step(index)
         # Schedulers of torch ask whether the optimizer has stepped.
@@ -380,11 +383,6 @@ class ZfunStrategy(DDPStrategy):
 
 def _check_trainer(trainer: Trainer) -> None:
     """Refuse options before anything is built."""
-    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-        raise OptionError(
-            "gradients are clipped by norm, because each rank has a shard of them; got "
-            "Trainer(gradient_clip_algorithm='value'); pass gradient_clip_algorithm='norm'"
-        )
     for callback in getattr(trainer, "callbacks", []):
         if isinstance(callback, StochasticWeightAveraging):
             raise OptionError(

@@ -241,7 +241,9 @@ class GradReducer:
             [None] * len(leaves)
             if sums is None
             else [
-                x if x is None or x.dtype is leaf.dtype else _rounded(x, leaf.dtype)
+                x
+                if x is None or (x.dtype is leaf.dtype and not x.is_sparse)
+                else _rounded(x, leaf.dtype)
                 for x, leaf in zip(sums, leaves, strict=True)
             ]
         )
@@ -286,11 +288,18 @@ def _leaves_of(layout: Layout, bucket: int) -> tuple[tuple[LeafSlot, ...], tuple
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x + y
+    if x is None or y is None:
+        return x if y is None else y
+    # torch adds a sparse gradient to a dense one only.
+    return y + x if x.is_sparse else x + y
 
 
 def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a gradient of a wider dtype to the dtype of the leaf, like the cast of autograd."""
+    """Round a gradient of a wider dtype to the dtype of the leaf, like the cast of autograd.
+
+    A sparse gradient, such as that of ``nn.Embedding(sparse=True)``, becomes dense.
+    """
+    grad = grad.to_dense() if grad.is_sparse else grad
     return grad if torch.promote_types(grad.dtype, dtype) == dtype else grad.to(dtype)
 
 

@@ -47,6 +47,11 @@ class Remat:
     generators: tuple[torch.Generator, ...] = ()
     _agreed: Agreed = field(default_factory=set, compare=False, repr=False)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        # Its signature and its model axes are those of the function inside.
+        return self.fn
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``fn``."""
         if not torch.is_grad_enabled():

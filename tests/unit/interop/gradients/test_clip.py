@@ -1,4 +1,4 @@
-"""Bounds of the norm in loops of accelerate."""
+"""Bounds of gradients in loops of accelerate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zfun as zf
+from zfun import optim
 from zfun.errors import OptionError
+from zfun.interop import Engine
 from zfun.interop.accelerate import Accelerator
 
 transformers = pytest.importorskip("transformers")
@@ -113,6 +116,34 @@ def test_clips_are_those_of_accelerate(stage: int, loop: str) -> None:
 
     found, expected = run(Accelerator, zero=stage), run(accelerate.Accelerator)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_elements_are_clipped_as_in_accelerate(stage: int) -> None:
+    """Also between the micro-batches of a step."""
+
+    def run(cls: Any, **options: Any) -> Any:
+        accelerator, net, optimizer = prepared(cls, **options)
+        for bound in (0.02, 0.03):
+            accelerator.backward(net(torch.ones(2, 3)).square().mean())
+            accelerator.clip_grad_value_(net.parameters(), bound)
+        optimizer.step()
+        return accelerator.get_state_dict(net)
+
+    found, expected = run(Accelerator, zero=stage), run(accelerate.Accelerator)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_clipped_overflow_is_skipped_all_the_same() -> None:
+    net = nn.Linear(3, 1)
+    start = net.weight.detach().clone()
+    engine = Engine(net, optim.sgd(1.0), zero=2, group=zf.process_group(), precision=torch.float16)
+    engine.backward(engine(torch.full((1, 3), 6e4)).sum() * 1e5)
+    engine.clip_value(1.0)
+    info = engine.step()
+    assert info is not None
+    assert info.skipped
+    assert net.weight.equal(start.half())
 
 
 @pytest.mark.parametrize("stage", [2, 3])

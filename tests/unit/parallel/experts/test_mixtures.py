@@ -323,7 +323,7 @@ class _Double(torch.autograd.Function):
         ("twice", OptionError, "cut once along an axis; expert_parallel.. got the axis"),
         ("axes", OptionError, r"one axis; got <mesh: .*; pass one axis, such as mesh\['ep'\]"),
         ("pipeline", OptionError, "takes the loss of a batch; got a pipeline"),
-        ("stage", OptionError, "got a stage of expert_parallel.., whose ranks have their own"),
+        ("stage", OptionError, r"batches of their own.*got stage 0 without expert_parallel"),
         ("odd", LeafError, "got leaf 'experts' of shape .3, 2., .* over 2 ranks"),
         ("glob", OptionError, "got 'expert..', which matches none of w, experts; mend the glob"),
         ("plans", SpecMismatch, "plan of expert_parallel"),

@@ -210,10 +210,17 @@ def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
             )
         trained = {name for slot in found.moments.values() for name in slot}
         params = params.renamed(lambda name: name if name in trained else None)
+    return weights_of(found, params)
+
+
+def weights_of(found: TrainingState, params: Source) -> Source:
+    """Return parameters and buffers by the names that ``state_dict()`` of the module has."""
     data = found.values.get("data")
-    ties = data.get("ties", {}) if isinstance(data, Mapping) else {}
-    known = {alias: params[name] for alias, name in ties.items() if name in params}
-    return joined(joined(params, Source(known, str(path))), found.buffers)
+    data = data if isinstance(data, Mapping) else {}
+    known = {alias: params[own] for alias, own in data.get("ties", {}).items() if own in params}
+    gone = frozenset(data.get("not_persistent", ()))
+    buffers = found.buffers.renamed(lambda name: None if name in gone else name)
+    return joined(joined(params, Source(known, params.origin)), buffers)
 
 
 def latest_of(path: Path) -> str | None:
