@@ -73,7 +73,7 @@ class PlanComparison:
         Raises:
             ImportError: matplotlib is missing; ``pip install zfun[demo]``.
         """
-        from zfun.planner.plans._bars import draw_bars
+        from zfun.planner.plans._picture import draw_bars
 
         machine = self.hardware
         times = {} if machine is None else {name: p.on(machine) for name, p in self.plans.items()}
