@@ -129,16 +129,39 @@ def expert_parallel(
             "expert_parallel() takes the loss of a batch; got a pipeline, whose stages pass "
             "activations on; put expert_parallel() around each of its stages"
         )
-    mean = _MeanLoss(loss, axis, tuple(experts), tuple(gathered))
+    own = _OwnLoss(loss, axis, tuple(experts), tuple(gathered))
 
     def rule(path: str, leaf: Any) -> Cut | None:
-        return None if mean.kind_of(path) == "whole" else Cut(0)
+        return None if own.kind_of(path) == "whole" else Cut(0)
 
-    return ParallelLoss(mean, (*outer, ModelAxis(axis, rule, has_batches=True)), mean.inner)
+    axes = (*outer, ModelAxis(axis, rule, has_batches=True))
+    return ParallelLoss(_MeanLoss(own, axis), axes, own)
 
 
 class _MeanLoss:
-    """The mean of a loss over an expert axis, of leaves that are whole, gathered or experts'."""
+    """The mean of a loss over an expert axis."""
+
+    def __init__(self, own: _OwnLoss, axis: Group) -> None:
+        self.own = self.__wrapped__ = own
+        self.axis = axis
+
+    @ops.uncompiled
+    def __call__(self, params: tree.Tree, *batch: Any) -> Any:
+        return self._mean(self.own(params, *batch))
+
+    def _mean(self, out: Any) -> Any:
+        """Average the result of a loss over the axis."""
+        _, total, weight, aux = parse(out)
+        if weight is None:
+            mean: Any = collectives.leave(total / self.axis.size, self.axis, name="loss")
+        else:
+            both = torch.stack([total, weight.to(total)])
+            mean = WeightedMean(*collectives.leave(both, self.axis, name="loss").unbind())
+        return mean if aux is NO_AUX else (mean, aux)
+
+
+class _OwnLoss:
+    """A loss of this rank's batch, of leaves that are whole, gathered or experts'."""
 
     def __init__(
         self,
@@ -157,13 +180,8 @@ class _MeanLoss:
         matches = lambda globs: any(fnmatch.fnmatchcase(path, glob) for glob in globs)
         return next((kind for kind, globs in self.globs.items() if matches(globs)), "whole")
 
-    def __call__(self, params: tree.Tree, *batch: Any) -> Any:
-        """Return the mean over the axis."""
-        return self._mean(self.inner(params, *batch))
-
     @ops.uncompiled
-    def inner(self, params: tree.Tree, *batch: Any) -> Any:
-        """Return the result of this rank's batch, such as the activations of a stage."""
+    def __call__(self, params: tree.Tree, *batch: Any) -> Any:
         if isinstance(params, Flat):
             raise PlacementError(
                 "expert_parallel() takes a loss of whole leaves; got sharded parameters; put "
@@ -199,17 +217,6 @@ class _MeanLoss:
         shape = (rows, *own.shape[1:]) if kind == "gathered" else tuple(own.shape)
         source = BucketSource(load)
         return LazyLeaf(shape, own.dtype, own.device, own.requires_grad, path, source)
-
-    @ops.uncompiled
-    def _mean(self, out: Any) -> Any:
-        """Average the result of a loss over the axis."""
-        _, total, weight, aux = parse(out)
-        if weight is None:
-            mean: Any = collectives.leave(total / self.axis.size, self.axis, name="loss")
-        else:
-            both = torch.stack([total, weight.to(total)])
-            mean = WeightedMean(*collectives.leave(both, self.axis, name="loss").unbind())
-        return mean if aux is NO_AUX else (mean, aux)
 
     def _matched(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
         """Return the path and the kind of each leaf, which all ranks must agree on."""

@@ -48,7 +48,9 @@ _TABLE: Mapping[str, str] = {
     "zf.parallel.expert_parallel(loss, axis)": (
         "moe utils:split_params_into_different_moe_groups_for_optimizer "
         "utils:configure_moe_param_groups utils:has_moe_layers groups:expert_parallel "
-        "groups:expert_data_parallel"
+        "groups:expert_data_parallel "
+        "utils:is_moe_param_group utils:split_params_into_shared_and_expert_params "
+        "utils:split_params_grads_into_shared_and_expert_params groups:initialize"
     ),
     "log engine.get_global_grad_norm() and engine.get_lr() with your own logger": (
         "monitor engine:monitor"
@@ -174,6 +176,123 @@ _TABLE: Mapping[str, str] = {
     "read param.ds_shape, which partitioned parameters have": "zero:ZeroParamType",
     "use torch.distributed.all_gather_object": "zero:assert_ints_same_as_other_ranks",
     "write zero_hpz_partition_size into the configuration": "groups:zero_param_intra_parallel",
+    "call get_accelerator()": (
+        "accelerator:CPU_Accelerator accelerator:CUDA_Accelerator accelerator:set_accelerator "
+        "accelerator.hpu_accelerator accelerator.klxpu_accelerator accelerator.mlu_accelerator "
+        "accelerator.mps_accelerator accelerator.npu_accelerator accelerator.sdaa_accelerator "
+        "accelerator.supa_accelerator accelerator.xpu_accelerator"
+    ),
+    "read RANK, LOCAL_RANK and WORLD_SIZE from the environment": (
+        "comm:get_local_rank_from_launcher comm:get_world_rank_from_launcher "
+        "comm:get_world_size_from_launcher comm:mpi_discovery"
+    ),
+    "generate with engine.generate()": ("zero:unwrap_model_for_generation"),
+    "call estimate_zero2_model_states_mem_needs_all_live or the form for stage 3": (
+        "zero:estimate_zero2_model_states_mem_needs zero:estimate_zero3_model_states_mem_needs"
+    ),
+    "use chunks of zf.parallel.tiled": ("runtime.chunked_cross_entropy"),
+    "use zf.remat(block, store=...)": ("runtime.activation_checkpointing.offload_activations"),
+    "it is a part of DeepSpeed itself; see the page 'From DeepSpeed'": (
+        "comm.backend comm.ccl comm.config comm.mori comm.pg_utils comm.reduce_op compat "
+        "datastates ops.adam.zenflow_cpu_adam ops.lion.multi_tensor_apply ops.triton_ops "
+        "runtime.activation_checkpointing.config runtime.hybrid_engine_graph "
+        "runtime.keep_in_fp32 runtime.pipe.dualpipev runtime.python_gc "
+        "runtime.zero.partitioned_param_profiler runtime.zero.test utils.module_utils "
+        "utils.pin_memory_tracker utils.static_cache :is_even "
+        ":resolve_per_head_muon_after_sharding :split_half_float_double_sparse "
+        "checkpointing:detach_variable checkpointing:extract_tensors "
+        "checkpointing:get_cpu_activations_for_backward "
+        "checkpointing:get_offloaded_activations_for_backward checkpointing:get_partition_size "
+        "checkpointing:get_partition_start "
+        "checkpointing:get_partitioned_activations_for_backward "
+        "checkpointing:is_activation_to_checkpoint checkpointing:merge_tensors "
+        "checkpointing:restore_offloaded_activations comm:Noop comm:StagedWork "
+        "comm:all_gather_comm_off comm:all_reduce_comm_off comm:backward_comm_off "
+        "comm:broadcast_comm_off comm:build_shm_op comm:disable_compiler_collective "
+        "comm:enable_symm_mem_for_group comm:get_coalescing_manager "
+        "comm:get_comm_operation_count comm:get_debug_log_name comm:get_default_args "
+        "comm:get_logged_comm_ops comm:get_msg_size_from_args comm:get_tensor_kwarg "
+        "comm:get_tensor_position comm:has_all_reduce_coalesced comm:has_comm_data comm:in_aml "
+        "comm:in_aws_sm comm:in_dlts comm:init_deepspeed_backend comm:known_world_size "
+        "comm:patch_aml_env_for_torch_nccl_backend comm:patch_aws_sm_env_for_torch_nccl_backend "
+        "comm:reduce_comm_off comm:reduce_scatter_comm_off comm:set_backend comm:stage_on_cpu "
+        "comm:timed_op config:DeepSpeedConfigObject config:DeepSpeedConfigWriter "
+        "config:DtypeEnum config:ScientificNotationEncoder "
+        "config:dict_raise_error_on_duplicate_keys "
+        "config:get_checkpoint_parallel_write_pipeline config:get_checkpoint_params "
+        "config:get_checkpoint_tag_validation_mode config:get_communication_data_type "
+        "config:get_config_default config:get_data_types_params config:get_dataloader_drop_last "
+        "config:get_dict_param config:get_disable_allgather config:get_disable_python_gc "
+        "config:get_dump_state config:get_expert_data_topo_config "
+        "config:get_expert_parallel_config config:get_gradient_accumulation_steps "
+        "config:get_gradient_allreduce_op config:get_gradient_clipping "
+        "config:get_gradient_predivide_factor config:get_hybrid_engine_config "
+        "config:get_list_param config:get_log_level config:get_lower_precision_safe_modules "
+        "config:get_managed_gradient_accumulation config:get_memory_breakdown "
+        "config:get_optimizer_gradient_clipping config:get_optimizer_legacy_fusion "
+        "config:get_optimizer_name config:get_optimizer_params config:get_pipeline_config "
+        "config:get_prescale_gradients config:get_scalar_param config:get_scheduler_name "
+        "config:get_scheduler_params config:get_steps_per_print config:get_torch_autocast_dtype "
+        "config:get_torch_autocast_enabled config:get_train_batch_size "
+        "config:get_train_micro_batch_size_per_gpu config:get_wall_clock_breakdown "
+        "config:get_zero_allow_untested_optimizer config:get_zero_force_ds_cpu_optimizer "
+        "config:pp_int config:read_zero_config_deprecated "
+        "groups:get_tensor_model_parallel_src_rank groups:set_tensor_model_parallel_rank "
+        "groups:set_tensor_model_parallel_world_size launcher:apply_num_nodes_and_gpus "
+        "launcher:encode_world_info launcher:parse_inclusion_exclusion "
+        "launcher:parse_node_config launcher:parse_node_config_list "
+        "launcher:parse_resource_filter launcher:run_autotuning ops:SingleDeviceMuon "
+        "ops:SingleDeviceMuonWithAuxAdam ops:ZenFlowSelectiveAdamW_stage3 ops:adam_update "
+        "ops:adamw ops:muon_update ops:ns_compute_dtype ops:zeropower_via_gram_newtonschulz "
+        "ops:zeropower_via_newtonschulz5 runtime.lr_schedules:add_tuning_arguments "
+        "runtime.lr_schedules:get_config_from_args runtime.lr_schedules:get_lr_from_config "
+        "runtime.lr_schedules:get_torch_optimizer runtime.lr_schedules:override_1cycle_params "
+        "runtime.lr_schedules:override_lr_range_test_params "
+        "runtime.lr_schedules:override_params "
+        "runtime.lr_schedules:override_warmupCosineLR_params "
+        "runtime.lr_schedules:override_warmupLR_params runtime.lr_schedules:parse_arguments "
+        "runtime.lr_schedules:update_lr utils:CudaEventTimer utils:DummyOptim "
+        "utils:LoggerFactory utils:NoopTimer utils:OutputBackwardHookManager utils:TLinear "
+        "utils:align_dense_tensors utils:all_gather_dp_groups "
+        "utils:all_gather_into_tensor_dp_groups utils:apply_zero_leaf_module_config "
+        "utils:bwc_pipeline_parallel_group utils:bwc_pipeline_parallel_world_size "
+        "utils:bwc_tensor_model_parallel_group utils:bwc_tensor_model_parallel_world_size "
+        "utils:call_to_str utils:check_internal_apis_for_count_used_parameters "
+        "utils:combine_grad_norm_groups utils:compare_tensors_in_structures "
+        "utils:copy_to_device utils:count_used_parameters_in_backward "
+        "utils:filter_empty_parameters utils:fragment_address utils:get_checkpoint_folder_size "
+        "utils:get_current_level utils:get_dist_msg utils:get_flattened_grad_norm "
+        "utils:get_grad_zeros utils:get_hp_fragment_mapping utils:get_inactive_params "
+        "utils:get_layer_ckpt_name_for_rank utils:get_log_level_from_string utils:get_ma_status "
+        "utils:get_model_ckpt_name_for_rank utils:get_norm_with_moe_layers "
+        "utils:get_norm_with_moe_layers_fast utils:get_only_unique_item utils:get_tensor_bytes "
+        "utils:get_zero_ckpt_name_for_rank utils:has_inf_or_nan utils:is_invalid_grad_norm "
+        "utils:is_model_parallel_parameter utils:is_optimized_parameter "
+        "utils:is_transformers_cache utils:map_to_flat_opt_states "
+        "utils:mask_nan_or_inf_with_val_inplace utils:maybe_loss_for_backward "
+        "utils:noop_decorator utils:offload_adam_states utils:partition_balanced "
+        "utils:partition_uniform utils:prefix_sum_inc utils:print_configuration "
+        "utils:print_dist utils:print_json_dist utils:register_output_backward_hooks "
+        "utils:reload_adam_states utils:safe_update_full_grad_vectorized utils:set_full_hp_grad "
+        "utils:set_full_hp_param utils:should_log_le utils:is_functorch_transforming "
+        "utils:jit_script_compat utils:register_grad_hook utils:trim_mean utils:warning_once "
+        "utils.zero_to_fp32:GatheredTensor utils.zero_to_fp32:atoi "
+        "utils.zero_to_fp32:convert_zero_checkpoint_to_state_dict "
+        "utils.zero_to_fp32:get_checkpoint_files utils.zero_to_fp32:get_model_state_files "
+        "utils.zero_to_fp32:natural_keys utils.zero_to_fp32:parse_model_states "
+        "utils.zero_to_fp32:parse_optim_states utils.zero_to_fp32:to_torch_tensor "
+        "utils.zero_to_fp32:zero3_partitioned_param_info utils.zero_to_fp32:zero_model_state "
+        "zero:AllReduceCoalescedHandle zero:CUDAQuantizer zero:DeepSpeedTensorOverride "
+        "zero:GradPartitionBufferGroup zero:IPGBucket zero:IPGBucketZ3 "
+        "zero:MultipleAllGatherHandles zero:NoGatherCoalescedHandle zero:QuantizationInfo "
+        "zero:debug_rank0 zero:get_alignment_padding zero:get_all_subclasses "
+        "zero:get_allgather_dtype zero:get_new_tensor_fn_for_dtype zero:get_state_devices "
+        "zero:input zero:isclose zero:lcm zero:model_to_params zero:move_to_cpu "
+        "zero:offload_adam_states zero:offload_optimizer_states zero:print_rank_0 "
+        "zero:print_rank_msg zero:reload_adam_states zero:reload_optimizer_states "
+        "zero:restore_init_context zero:shutdown_init_context zero:split_half_float_double "
+        "zero:unpin_offloaded_optimizer_states"
+    ),
 }
 _WORDS = [(word, remedy) for remedy, words in _TABLE.items() for word in words.split()]
 _OF_KIND = ("get_{}_group", "_get_{}_group", "_get_{}_group_dict")
@@ -183,7 +302,8 @@ ABSENT: dict[str, dict[str, str]] = {}
 for _word, _remedy in _WORDS:
     if ":" in _word:
         _module, _, _name = _word.partition(":")
-        _names = [x.format(_name) for x in _OF_KIND] if _module == "groups" else [_name]
+        _is_kind = _module == "groups" and not _name.startswith(("get_", "set_", "initialize"))
+        _names = [x.format(_name) for x in _OF_KIND] if _is_kind else [_name]
         ABSENT.setdefault(_module, {}).update(dict.fromkeys(_names, _remedy))
 
 

@@ -43,7 +43,7 @@ _NAMES: Mapping[str, str] = {
     ),
     "utils": (
         "checkpoint.utils moe.utils runtime.utils utils.bwc utils.init_on_device utils.logging "
-        "utils.nvtx utils.tensor_fragment utils.timer"
+        "utils.nvtx utils.tensor_fragment utils.timer utils.torch"
     ),
     "runtime.checkpointing": "checkpointing runtime.activation_checkpointing.checkpointing",
     "comm": "comm.comm comm.constants comm.torch comm.utils",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from logging import INFO, getLogger
 from typing import Any, ParamSpec, TypeVar
 
-import torch
+import torch as pytorch  # utils.torch is a module of DeepSpeed
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(func)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.profiler.record_function(getattr(func, "__qualname__", "function")):
+        with pytorch.profiler.record_function(getattr(func, "__qualname__", "function")):
             return func(*args, **kwargs)
 
     return call
@@ -96,22 +96,23 @@ class OnDevice(contextlib.ContextDecorator):
     """A context in which modules are made on a device, in a dtype.
 
     Example:
+        >>> import torch
         >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
         ...     layer = torch.nn.Linear(2, 2)
         >>> layer.weight.dtype, layer.weight.device.type
         (torch.bfloat16, 'meta')
     """
 
-    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+    def __init__(self, dtype: pytorch.dtype, device: Any = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, device, enabled
 
     def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
+        self._before = pytorch.get_default_dtype()
         self._stack = contextlib.ExitStack()
         if self._enabled:
-            torch.set_default_dtype(self._dtype)
-            self._stack.callback(torch.set_default_dtype, self._before)
-            self._stack.enter_context(torch.device(self._device))
+            pytorch.set_default_dtype(self._dtype)
+            self._stack.callback(pytorch.set_default_dtype, self._before)
+            self._stack.enter_context(pytorch.device(self._device))
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
@@ -144,13 +145,13 @@ def set_random_seed(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
+    pytorch.manual_seed(seed)
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """Return whether the version of torch is in a range."""
     # Versions of torch compare with text as versions do.
-    now = torch.__version__
+    now = pytorch.__version__
     return (not min_version or now >= str(min_version)) and (
         not max_version or now <= str(max_version)
     )

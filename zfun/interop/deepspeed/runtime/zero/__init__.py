@@ -21,20 +21,10 @@ from zfun.interop.deepspeed.runtime.zero.partition_parameters import (  # noqa: 
     GatheredParameters,
     Init,
     ZeroParamStatus,
+    register_external_parameter,
+    unregister_external_parameter,
 )
 from zfun.planner.formulae import Estimates, estimate_zero2, estimate_zero3, sizes_of
-
-
-def register_external_parameter(module: torch.nn.Module, parameter: Any) -> None:
-    """Do nothing: a parameter is gathered where it is used, in any module.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> register_external_parameter(torch.nn.Identity(), layer.weight)
-    """
-
-
-unregister_external_parameter = register_external_parameter
 
 
 def estimate_zero2_model_states_mem_needs_all_live(

@@ -51,6 +51,18 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -
     return fn
 
 
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Do nothing: a parameter is gathered where it is used, in any module.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> register_external_parameter(torch.nn.Identity(), layer.weight)
+    """
+
+
+unregister_external_parameter = register_external_parameter
+
+
 # So many parameters that were touched last stay whole under Init.
 _WINDOW = 16
 
