@@ -845,6 +845,11 @@ case(
     lambda g, found: str(found),
 )
 case(
+    "planner.mesh_sizes",
+    lambda g: {"num_ranks": 4, "divides": {"tp": 4}},
+    lambda g, found: found,
+)
+case(
     "planner.advise",
     lambda g: {
         "model": zf.planner.Model(loss, params(), BATCH),
