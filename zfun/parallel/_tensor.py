@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
-from zfun.collectives import Group, LeafRecord, check_same
+from zfun.collectives import Group, LeafRecord, check_same, gather_values
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, instance, integer, takes
@@ -18,8 +18,11 @@ from zfun.parallel._tensor_leaf import Region, StyledLeaf
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle, glob_of, styles_of
 from zfun.placement import Cut
 from zfun.transforms.call._lazy import check_graph
+from zfun.transforms.grads._value import WeightedMean
 
 _use_count = Tensor._use_count  # pyrefly: ignore[missing-attribute]
+# The same operations on all ranks give the same bits, and almost the same on some devices.
+_ALIKE = 1e-6
 _SEQUENCE = TensorStyle("sequence_parallel")
 
 
@@ -156,6 +159,7 @@ class _StyledLoss:
             )
         leaves, spec = tree.flatten(params)
         styles = self._known.get(spec)
+        is_first = styles is None
         if styles is None:
             styles = self._known[spec] = self._matched(params, leaves)
         region = Region(self.axis, self.sequence_dim)
@@ -168,11 +172,30 @@ class _StyledLoss:
                     made[key] = StyledLeaf.over(leaf, path, style, region)
                 leaves[place] = made[key]
         out = call_with(self.loss, params, spec, leaves, *batch)
+        if is_first and self.sequence_dim is not None and self.axis.size > 1:
+            self._check_whole(out)
         region.forget()
         # A graph holds a styled leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
         return out
+
+    def _check_whole(self, out: Any) -> None:
+        """Refuse a loss of cut activations: each rank would have that of its tokens alone."""
+        value = out[0] if type(out) is tuple else out
+        total = value.total if isinstance(value, WeightedMean) else value
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            return  # a stage of a pipeline
+        with torch.no_grad():
+            mine = total.detach().reshape(()).double()
+            found = gather_values(mine, self.axis, "loss of tensor_parallel()")
+        if ops.is_abstract(found) or torch.allclose(found, found[:1], _ALIKE, 0.0, equal_nan=True):
+            return
+        raise PlacementError(
+            "with sequence_dim activations between the matrices are cut, and a loss is of all "
+            f"tokens, so equal on all ranks of the axis; got {found.tolist()}; take it of the "
+            "result of a norm, or join tokens with zf.collectives.leave(x, axis, sequence_dim)"
+        )
 
     def _matched(
         self, params: tree.Tree, leaves: list[Any]
