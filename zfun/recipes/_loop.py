@@ -137,7 +137,7 @@ class Loop:
             state.opt_state,
             state.params,
             donate=recipe.donate,
-            in_backward=recipe.stage >= 2 and not terms and is_whole and not is_scaled,
+            in_backward=recipe.stage >= 2 and not terms and is_whole and state.loss_scale is None,
             stores_grads=recipe.offload.grads is not None,
             missed=state.missed.of(state.params.layout.leaves) if recipe.leaves_out else {},
         )

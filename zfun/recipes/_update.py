@@ -66,7 +66,7 @@ def updated(
     group, rule, scale, donate = recipe.group, recipe.rule, scale_of(state), recipe.donate
     grads = _delivered(grads, P if takes_terms(recipe, state) else rule.placement or R, group)
     # Unscale after the sum, because an unscaled gradient may be too small for float16.
-    grads = grads if is_one(scale) else _unscaled(grads, scale)
+    grads = grads if state.loss_scale is None else _unscaled(grads, scale)
     norm, counts, taken = _judged(recipe, state, grads)
     is_late = isinstance(taken, Tensor)
     unused = _unused_everywhere(grads, counts) if recipe.leaves_out else []
@@ -215,6 +215,9 @@ def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[LeafSlot]:
 
 
 def _unscaled(grads: Flat, scale: float | Tensor) -> Flat:
+    """Divide gradients by the loss scale, in a wide dtype with any scale, also with 1."""
+    if is_one(scale) and all(x.dtype == ops.wide(x.dtype) for x in grads.buffers):
+        return grads
     inverse = scale.double().reciprocal() if isinstance(scale, Tensor) else 1.0 / scale
 
     def divided(buffer: Any) -> Any:

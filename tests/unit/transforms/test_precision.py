@@ -111,6 +111,22 @@ def test_a_static_scale_stays_and_counts_skipped_steps() -> None:
     assert int(rule.update(rule.init(), torch.tensor(True)).count) == 1
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_scale_of_1_has_the_bits_of_one_of_2(stage: int) -> None:
+    """Gradients of 16 bit are clipped in float32 under any loss scale."""
+
+    def train(group: zf.Group, scale: float) -> Any:
+        precision = zf.Precision(reduce=BF16, loss_scale=optim.static_loss_scale(scale))
+        rule = optim.chain(optim.clip_by_global_norm(0.01), optim.sgd(0.1))
+        zero = zf.zero(stage, loss_fn, rule, group, precision=precision)
+        state = zero.init(params_of())
+        for step in range(2):
+            state, info = zero.step(state, batch_of(group, step))
+        return zero.params(state), info.grad_norm
+
+    assert_same_bits(zf.simulate(2, train, 1.0)[0], zf.simulate(2, train, 2.0)[0])
+
+
 @pytest.mark.parametrize(
     "bad", [True, 0.0, -1.0, 1e-50, 1e39, 2.0**128, float("inf"), float("nan"), "dynamic"]
 )
