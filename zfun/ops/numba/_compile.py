@@ -22,6 +22,8 @@ _MIN_PER_THREAD = 1 << 18
 
 # Compilation that takes longer is logged.
 _LONG_S = 1.0
+# A lock that takes longer is that of another process.
+_SHORT_S = 0.1
 
 # A process that waited this long for another's compilation compiles by itself: the other may be
 # stopped, in a debugger say, and the lock saves work only.
@@ -83,10 +85,12 @@ def entry(kernel: Any) -> Callable[..., None]:
             return
         start = time.perf_counter()
         with _lock_file(kernel):
+            has_waited = time.perf_counter() - start > _SHORT_S
             is_new = not kernel.overloads  # another thread may have compiled the kernel meanwhile
             kernel(*args)
         if is_new:
-            is_compiled = bool(kernel.stats.cache_misses)  # not loaded, slowly
+            # A slow load is no compilation; a wait is, by another process.
+            is_compiled = bool(kernel.stats.cache_misses) or has_waited
             _note(kernel.py_func.__name__, time.perf_counter() - start, is_compiled)
 
     return call
