@@ -50,6 +50,7 @@ nitpick_ignore = [
         "contextlib.AbstractContextManager",
         "argparse.ArgumentParser",
         "zfun.interop.deepspeed._settings.Settings",
+        "ZeroOptions",
         "zfun.recipes._options.ZeroOptions",
         "ForkServerContext",
         "When",

@@ -63,7 +63,7 @@ class Pullback:
         close: called instead, if the pullback is dropped.
         paths: see below.
         halve: the same in two halves, if it can be divided; see [Note: two halves].
-        onto: asks for gradients that are added to a sum; see :meth:`adds_onto`.
+        onto: asks for gradients that are added to a sum; see ``adds_onto``.
 
     Attributes:
         paths: for each leaf of the outputs, in the order of :func:`zfun.transforms.map_batch`, the
