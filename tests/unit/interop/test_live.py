@@ -698,6 +698,7 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["blocks", "block.compile", "torch.compile of a block", "all"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_blocks_have_the_same_numbers(stage: int, form: str) -> None:

@@ -324,6 +324,7 @@ def config(tmp_path: Any) -> Any:
     return tmp_path / "config.json"
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_model_of_hugging_face(config: Any, capsys: Any) -> None:
     hardware = config.parent / "hardware.json"
     machine(1e9).save(hardware)

@@ -390,6 +390,7 @@ def same_folded(make: Any, batch: Any) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_stages_that_differ_in_what_is_trained_or_captured_are_not_folded_into_one() -> None:
     """Two of the inner stages are frozen; or apply their matrix again."""
 
@@ -438,6 +439,7 @@ class Alike:
         return zf.plan(make, params, batch, mesh=sizes, fold=fold, **options)
 
 
+@pytest.mark.slow
 def test_of_stages_that_are_alike_one_is_run_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Alike().plan(fold=False).stages
     ended: list[int] = []
@@ -490,6 +492,7 @@ def test_a_plan_along_an_axis_of_one_rank_needs_no_numbers() -> None:
     assert plan.bytes_sent() == case.plan(0, 1).bytes_sent()
 
 
+@pytest.mark.slow
 def test_micro_batches_of_several_forms_are_not_folded() -> None:
     rows = [torch.empty(2, 8)] * 5 + [torch.empty(40, 8)]
     same_folded(five_stages, zf.transforms.MicroBatches(rows))

@@ -65,6 +65,7 @@ def test_waits_are_measured_against_the_waits_of_the_schedules() -> None:
         assert schedules.bubble(made) == pytest.approx(formula(4, m, per_rank))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_benchmark_says_so() -> None:
     done = subprocess.run(

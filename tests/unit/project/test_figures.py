@@ -25,6 +25,7 @@ def module(name: str, text: str) -> figures.Module:
     return figures.Module(path, name, text.splitlines(), ast.parse(text))
 
 
+@pytest.mark.slow
 def test_the_command_prints_every_figure() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "tools.figures", "--list", "long"],
