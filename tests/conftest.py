@@ -24,8 +24,8 @@ torch.set_printoptions(threshold=8, edgeitems=2)
 # How much is run: "everyday" is `make test`, "all" is `make test-all`, and "search" looks for
 # failures for hours.
 FORM = os.environ.get("ZFUN_TESTS", "everyday")
-# A test with more cases than this is thinned. Every day each fifth case runs, because five shares no
-# divisor with the two, three or four values of most parameters.
+# A test with more cases than this is thinned. Every day each fifth case runs, because five shares
+# no divisor with the two, three or four values of most parameters.
 _MANY = {"everyday": 3, "all": 6}
 _STEP = 5
 _SCALES = {"everyday": 0.125, "all": 1, "search": 50}

@@ -268,7 +268,7 @@ class Bounds:
             sending = summed if of_grads is None else 2 * counted(summing[0].sent_bytes)
             row = group.inner.size if isinstance(group, Mesh) else 1
             part = numel // row * sent if secondary else 0
-            # What a row has kept is sent as it is.
+            # A row keeps decoded parts, and sends them as they are.
             encoded = None if secondary else of_params
             arriving = _arriving(gather, group, of_params), _arriving(again, group, encoded)
             # A codec has encoded the gradients before they are sent.
