@@ -119,7 +119,10 @@ untyped: Any = zf
         ),
         (
             lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, max_skipped=0),
-            r"max_skipped of zero\(\) must be an integer of at least 1, below 2\*\*63 or None; got",
+            (
+                r"max_skipped of zero\(\) must be an integer of at least 1, below 2\*\*63 or None; "
+                r"got 0; write max_skipped=1"
+            ),
         ),
         (
             lambda g: untyped.zero(2, models.mlp_loss, optim.sgd(0.1), g, num_micro_batches=0),
