@@ -190,7 +190,8 @@ def fsdp2(setting: Setting) -> Step:
         else MixedPrecisionPolicy()
     )
     module = setting.module
-    for block in module.layers if isinstance(module, Many) else getattr(module, "blocks", ()):
+    blocks: Any = module.layers if isinstance(module, Many) else getattr(module, "blocks", ())
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     return torch_step(module, adamw(module.parameters()), setting, autocast=False)

@@ -100,7 +100,8 @@ def fsdp2(case: Case, group: zf.Group) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.device("meta"):
         module = model_of(case.preset).build()
-    for block in getattr(module, "blocks", ()):
+    blocks: Any = getattr(module, "blocks", ())
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
     module.to_empty(device="cpu")

@@ -60,12 +60,14 @@ def accumulation(fabric: Fabric) -> Any:
     found: list[Any] = []
     path = Path(fabric.broadcast(tempfile.mkdtemp())) / "a.ckpt"
     batches = rows(fabric, 6)
+    losses: list[Tensor] = []
     for index, batch in enumerate(batches):
         for number, part in enumerate(batch.split(2)):
             with fabric.no_backward_sync(wrapped, enabled=number == 0):
                 loss = wrapped(part).square().mean()
                 fabric.backward(loss / 2)
-        found += [loss.detach(), fabric.clip_gradients(wrapped, optimizer, max_norm=0.2)]
+                losses.append(loss.detach())
+        found += [losses[-1], fabric.clip_gradients(wrapped, optimizer, max_norm=0.2)]
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

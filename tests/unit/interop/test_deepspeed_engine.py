@@ -204,6 +204,7 @@ def test_a_scaled_loss_knows_the_scale() -> None:
                     (engine.scale(loss) + loss if form == "sum" else loss).backward()
                 return None
             engine.step()
+        x, y = batch(0, group.rank, group.size)
         with pytest.raises(OptionError, match="a scaled loss is a scalar, and takes retain_graph"):
             engine.scale(error(engine(x.half()).float(), y)).backward(create_graph=True)
         assert not engine.optimizer.overflow

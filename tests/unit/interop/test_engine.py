@@ -450,7 +450,7 @@ def test_extra_state_of_the_module_goes_out_and_in() -> None:
         with pytest.raises(SpecMismatch, match=r"missing are \['_extra_state'\]"):
             engine.load_state_dict({k: x for k, x in values.items() if k != "_extra_state"})
         name, weight = "inner.weight", torch.full((1, 2), 7.0)
-        engine.module.inner.register_state_dict_post_hook(
+        engine.module.get_submodule("inner").register_state_dict_post_hook(
             lambda m, found, *_: found.__delitem__(name)
         )
         engine.load_state_dict({**values, name: weight})

@@ -140,7 +140,7 @@ class Engine(Passes):
                     f"{', '.join(beside)} beside a recipe that is made already; pass them to "
                     "zf.zero()"
                 )
-            self.recipe = zero
+            self._options, self.recipe = dict[str, Any](), zero
         else:
             options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
             if twice := [name for name in (*chosen, "num_micro_batches") if name in options]:

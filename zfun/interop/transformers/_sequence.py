@@ -206,7 +206,7 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for: ``[b, h, t, d]`` to ``[b, t, h, d]``."""
-    spec: _SequenceAttention | None = getattr(module, "zfun_attention", None)
+    spec: Any = getattr(module, "zfun_attention", None)
     if spec is None:
         raise OptionError(
             f"attention over a sequence axis needs the axis; got {type(module).__name__} without "
@@ -216,7 +216,7 @@ def _attention(
     unable = [n for n, x in asked.items() if n not in _UNUSED and x is not None and x is not False]
     if unable:
         raise _unable(type(module).__name__, ", ".join(sorted(unable)))
-    causal = others.get("is_causal")
+    causal: Any = others.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     out = spec(q, k, v, causal=causal, dropout=dropout, scale=scaling)
     return out.transpose(1, 2).contiguous(), None

@@ -155,7 +155,7 @@ class LazyLeaves:
             )
         ]
 
-    def tree(self) -> tree.Tree:
+    def tree(self) -> Any:
         """Return the tree for the loss."""
         return tree.unflatten(
             self._layout.spec, [self._leaves[position] for position in self._layout.positions]

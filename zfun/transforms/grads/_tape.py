@@ -71,7 +71,7 @@ class Tape:
         # The executor must not keep the tape, whose end tells that the graph is gone.
         executor.tape = weakref.ref(self)
         self._dropped = weakref.finalize(self, executor.abandon)
-        self._dropped.atexit = False  # pyrefly: ignore[missing-attribute]
+        self._dropped.atexit = False
 
     def watch(self, out: Any) -> None:
         """Let the backward pass begin where autograd reaches an output."""

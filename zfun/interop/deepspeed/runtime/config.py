@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from zfun.errors import ConfigError, OptionError
 from zfun.interop.deepspeed import comm
@@ -50,6 +50,9 @@ class OffloadStateTypeEnum(enum.StrEnum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
+_Values: TypeAlias = dict[str, Any]  # because a section has a method dict()
+
+
 class _Section(SimpleNamespace):
     """A section of a configuration with its values as attributes."""
 
@@ -61,7 +64,7 @@ class _Section(SimpleNamespace):
             keys = {name: keys}
         super().__init__(**_values_of(keys, self._path))
 
-    def model_dump(self, **how: Any) -> dict[str, Any]:
+    def model_dump(self, **how: Any) -> _Values:
         """Return the values as a dict."""
         return {
             name: x.model_dump() if isinstance(x, _Section) else x for name, x in vars(self).items()

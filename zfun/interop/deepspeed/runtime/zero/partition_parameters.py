@@ -111,7 +111,8 @@ class Init:
         sequence_data_parallel_group: Any = None,
         **more: Any,
     ) -> None:
-        self._enabled = enabled
+        self._dtype = dtype
+        self._owner: Pieces | None = None  # None where the context is not enabled
         self._new: dict[int, nn.Parameter] = {}
         self._modules: dict[int, nn.Module] = {}
         chosen = config if config_dict_or_path is None else config_dict_or_path
@@ -120,7 +121,8 @@ class Init:
         values = _values_of({} if chosen is None else chosen)
         halves = {torch.bfloat16: values["bf16.enabled"], torch.float16: values["fp16.enabled"]}
         half = next((half for half, is_on in halves.items() if is_on), None)
-        self._dtype = half if dtype is None else dtype
+        if dtype is None:
+            self._dtype = half
         folder = _folder_of(values, remote_device)
         ranks = data_parallel_group or sequence_data_parallel_group
         if ranks is None and mpu is not None:
@@ -132,14 +134,14 @@ class Init:
             self._cut(module.parameters())
 
     def __enter__(self) -> Init:
-        if self._enabled:
+        if self._owner is not None:
             self._touched = _TouchedParams(global_ranks(self._owner.group)[0])
             _ENTERED.contexts.append(self)
             self._touched.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if not self._enabled:
+        if self._owner is None:
             return
         self._touched.__exit__(None, None, None)
         _ENTERED.contexts.remove(self)
@@ -165,6 +167,7 @@ class Init:
             self._cut(p for p in grandchild.parameters() if id(p) in self._new)
 
     def _cut(self, params: Iterable[nn.Parameter]) -> None:
+        assert self._owner is not None
         with torch._C.DisableTorchFunction():
             for param in list(params):
                 if param.device.type == "meta":
