@@ -10,10 +10,9 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``_absent``          the names that are not there, with remedies
 ``launcher``         the command line
 ``_initialize``      ``initialize``, ``add_config_arguments``
-``_engine``          ``DeepSpeedEngine``: names and counters
+``_engine``          ``DeepSpeedEngine``: names, counters, and methods between steps
 ``_pipeline``        ``PipelineEngine``: steps of a ``PipelineModule``
 ``_answers``         methods that return a size, a number or a value of the configuration
-``_phases``          methods between steps
 ``_core``            the engine of zfun, and the values of the module's parameters
 ``_settings``        the configuration, the optimizer and the schedule of a run
 ``_optimizer``       the optimizer that ``initialize`` returns

@@ -16,7 +16,7 @@ from torch import nn
 from zfun import checkpoint
 from zfun.collectives import Group, all_reduce, broadcast
 from zfun.errors import CheckpointError
-from zfun.interop.deepspeed._phases import Phases
+from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.utils.zero_to_fp32 import (
     SCRIPT,
     latest_of,
@@ -24,19 +24,25 @@ from zfun.interop.deepspeed.utils.zero_to_fp32 import (
     unpacked,
     weights_of,
 )
+from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import CONFIGURED
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
 
 
-class SavedEngine(Phases):
+class SavedEngine(nn.Module):
     """An engine whose weights and state are read and written as a whole; every rank must call."""
 
     module: nn.Module
+    optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     global_steps: int
     loaded_checkpoint_tag: str | None
+    _settings: Settings
+    _core: Engine
+    # All ranks.
+    _ranks: Group
     # The step at whose end rank 0 got the weights.
     _consolidated_at: int | None
 

@@ -96,12 +96,12 @@ def made(
     )
     engine.plain_scale = 1.0 / recipe.num_micro_batches
     owner = CoreValues(engine, group, keeps=recipe.stage == 3)
-    engine.wrap("_apply", owner.apply)
+    engine._live.wrap("_apply", owner.apply)
     for name, param in engine.leaves.items():
         adopt(param, owner, name, is_hidden=recipe.stage == 3)
         told(param)._zfun_engine = weakref.ref(engine), name
         if recipe.stage == 3:
-            engine.mark(name, **marks_of(param))
+            engine._live.marks[name] = marks_of(param)
     return engine
 
 
@@ -149,7 +149,7 @@ class CoreValues(TensorOwner):
 
     def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         engine, names = self._named(params)
-        engine.expose(dict(zip(names, values, strict=True)))
+        engine._live.expose(dict(zip(names, values, strict=True)))
 
     def hide(self, params: Sequence[nn.Parameter]) -> None:
         engine, names = self._named(params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -203,18 +203,6 @@ class HeldModule:
         self._check_here("a read of parameters", "parameters")
         found = whole_values(self._state, frozenset(names))
         return [found[name] for name in names]
-
-    def mark(self, name: str, **marks: Any) -> None:
-        """Let the tensors that calls read in place of a parameter have attributes."""
-        self._live.marks[name] = marks
-
-    def wrap(self, name: str, run: Callable[..., Any]) -> None:
-        """Let a method of the module be ``run``, whose first argument is the module's own."""
-        self._live.wrap(name, run)
-
-    def expose(self, values: Mapping[str, Tensor]) -> None:
-        """Let parameters be plain ones with these values, which a rank may write alone."""
-        self._live.expose(values)
 
     def cover(self, names: Sequence[str]) -> None:
         """Let exposed parameters be those of the state again."""

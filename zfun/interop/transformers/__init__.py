@@ -3,24 +3,29 @@
 Needs ``pip install zfun[transformers]``.
 
 ===============  =================================================================================
-``_trainer``     the subclasses: what the loop of ``transformers`` calls
-``_arguments``   ``TrainingArguments`` with ``zero`` and ``deepspeed``
+``_trainer``     the subclasses: arguments, and what the loop of ``transformers`` calls
 ``_options``     the meaning of ``zero=``, and arguments that are refused
-``_meshes``      a model over all axes of a mesh
-``_plans``       the tensor parallelism that a model names for itself
+``_meshes``      decoders over the axes of a mesh: plans, stages, and all axes together
 ``_experts``     models over an expert axis
 ``_sequence``    models over a sequence axis
-``_stages``      decoders cut between layers, for pipelines
 ===============  =================================================================================
 """
 
-from zfun.interop.transformers._arguments import TrainingArguments
 from zfun.interop.transformers._experts import expert_parallel
-from zfun.interop.transformers._meshes import mesh_batch, mesh_loss
-from zfun.interop.transformers._plans import tp_plan
+from zfun.interop.transformers._meshes import (
+    Stages,
+    mesh_batch,
+    mesh_loss,
+    pipeline_stages,
+    tp_plan,
+)
 from zfun.interop.transformers._sequence import sequence_parallel
-from zfun.interop.transformers._stages import Stages, pipeline_stages
-from zfun.interop.transformers._trainer import EmaCallback, Seq2SeqTrainer, Trainer
+from zfun.interop.transformers._trainer import (
+    EmaCallback,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainingArguments,
+)
 
 __all__ = [
     "EmaCallback",
