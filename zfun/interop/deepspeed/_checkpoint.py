@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 import shutil
@@ -14,7 +13,8 @@ import torch
 from torch import nn
 
 from zfun import checkpoint
-from zfun.collectives import Group, all_reduce, broadcast
+from zfun.checkpoint import agree, attempt
+from zfun.collectives import Group
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.utils.zero_to_fp32 import (
@@ -283,12 +283,10 @@ def _not_persistent(module: nn.Module) -> list[str]:
 
 def _check_tag(group: Group, tag: str) -> None:
     """Refuse a tag that is another one on some rank."""
-    own = torch.frombuffer(bytearray(hashlib.sha1(tag.encode()).digest()), dtype=torch.uint8)
-    first = broadcast(own.clone(), group, 0, name="tag")
-    if bool(all_reduce(torch.tensor([float((first != own).any())]), group)):
+    if len(found := set(agree(group, None, tag))) > 1:
         raise CheckpointError(
-            f"all ranks save under one tag; got {tag!r} here, and another one on some rank; leave "
-            "the number of the rank out of the tag"
+            f"all ranks save under one tag; got {sorted(found)}; leave the number of the rank out "
+            "of the tag"
         )
 
 
@@ -298,22 +296,20 @@ def write_on_rank_0(group: Group, path: Path, write: Callable[[Path], None]) -> 
     Raises:
         CheckpointError: on all ranks, where rank 0 cannot write.
     """
-    error: OSError | None = None
-    if group.rank == 0:
+
+    def publish() -> None:
+        partial = path.with_name(f"{path.name}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.part")
             write(partial)
             partial.replace(path)
-        except OSError as caught:
-            error = caught
-    failed = broadcast(torch.tensor([error is not None]), group, 0, name=path.name)
-    if bool(failed):
-        raise CheckpointError(
-            f"rank 0 writes {str(path)!r}; got {error or 'an error there'}; pass a directory that "
-            "rank 0 can write",
-            path=str(path),
-        )
+        except OSError as error:
+            raise CheckpointError(
+                f"rank 0 writes {str(path)!r}; got {error}; pass a directory that rank 0 can write",
+                path=str(path),
+            ) from error
+
+    agree(group, attempt(publish)[1] if group.rank == 0 else None)
 
 
 def _write(path: Path, content: bytes) -> None:

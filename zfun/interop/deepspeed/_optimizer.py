@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zfun.errors import CheckpointError, OptionError
 
@@ -25,7 +26,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._engine = weakref.ref(engine)
         if engine.zero_optimization_stage() == 3:
-            self.parameter_offload = _OffloadNames(engine.module)
+            # The place of DeepSpeed's hooks, which a live module does not need.
+            self.parameter_offload = SimpleNamespace(
+                module=engine.module,
+                forward_hooks=[],
+                backward_hooks=[],
+                _register_deepspeed_module=lambda module: None,
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -123,15 +130,3 @@ class EngineOptimizer(torch.optim.Optimizer):
         if scale is not None:
             values = {name: x.clone() for name, x in state_dict["loss_scaler"].items()}
             core.state = core.state._replace(loss_scale=scale._replace(**values))
-
-
-class _OffloadNames:
-    """The place of DeepSpeed's hooks, which a live module does not need."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Do nothing: a live module needs no hooks."""

@@ -17,7 +17,7 @@ from zfun.interop.deepspeed.ops import Described
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import Values, checked
+from zfun.interop.ds_config._values import Checked, Values
 from zfun.interop.engine import ParamGroups, named_leaves
 
 _Config = Mapping[str, Any] | str | Path
@@ -101,7 +101,7 @@ def settings_of(
     known = _known(module, world_size, optimizer, script.auto)
     # All mistakes are reported before anything is made. An optimizer of the script wins.
     recipe = from_ds_config(config, auto=known, optimizer=None if optimizer is None else optim.sgd)
-    found = checked(keys, known, has_optimizer=optimizer is not None)
+    found = Checked(keys, known, has_optimizer=optimizer is not None)
     made = optimizer
     if made is None and recipe.rule is not None:
         made = Configured(params, recipe.rule)

@@ -18,7 +18,7 @@ from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._rules import contradictions
-from zfun.interop.ds_config._values import Checked, checked
+from zfun.interop.ds_config._values import Checked
 from zfun.interop.ds_config.table._optim import SCHEDULERS, TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
 
@@ -119,7 +119,7 @@ def rule_for(
         0.5
     """
     params = {**rule.options, **options, **({} if lr is None or callable(lr) else {"lr": lr})}
-    found = checked({"optimizer": {"type": rule.kind, "params": params}})
+    found = Checked({"optimizer": {"type": rule.kind, "params": params}})
     if found.mistakes:
         raise error_of(found.mistakes, f"a parameter group of {rule.kind}")
     whole = rule_of(found, "optimizer")
@@ -246,7 +246,7 @@ def _is_hidden_matrix(path: str, leaf: Any) -> bool:
 
 def completed(rule: Rule) -> Rule:
     """Return a schedule with all options, or raise ``ConfigError`` with all mistakes."""
-    found = checked({"scheduler": {"type": rule.kind, "params": dict(rule.options)}})
+    found = Checked({"scheduler": {"type": rule.kind, "params": dict(rule.options)}})
     mistakes = [*found.mistakes, *contradictions(found)]
     if mistakes:
         raise error_of(mistakes, f"the schedule {rule.kind}")

@@ -12,7 +12,6 @@ import torch
 from zfun import optim, stores
 from zfun.compression import Compression, error_feedback, int4, int8
 from zfun.errors import OptionError
-from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._batch import Batch, batch_of, elastic_batch
 from zfun.interop.ds_config._explain import Note, Notes, entries_of
 from zfun.interop.ds_config._mistakes import Mistake, collecting
@@ -24,6 +23,7 @@ from zfun.interop.ds_config._optimizers import (
     rule_of,
     schedule_for,
 )
+from zfun.interop.ds_config._read import AutoValues
 from zfun.interop.ds_config._values import Checked, Unusable, Values
 from zfun.layout import DEFAULT_BUCKET_BYTES
 from zfun.optim import LossScale, Optimizer, Schedule, dynamic_loss_scale

@@ -15,15 +15,14 @@ from zfun import tree
 from zfun.collectives import Group, split, sum_group
 from zfun.compression import Compression
 from zfun.errors import OptionError
-from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._batch import Batch
 from zfun.interop.ds_config._explain import Entry, html_of, text_of
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._optimizers import Rule, schedule_for
 from zfun.interop.ds_config._parts import StoreChoice, clipped, parts_of
-from zfun.interop.ds_config._read import read
+from zfun.interop.ds_config._read import AutoValues, read
 from zfun.interop.ds_config._rules import contradictions
-from zfun.interop.ds_config._values import checked
+from zfun.interop.ds_config._values import Checked
 from zfun.optim import Optimizer, Schedule
 from zfun.options import FUNCTION, PATH, each, instance, one_of, takes
 from zfun.parallel import model_axes
@@ -260,7 +259,7 @@ def from_ds_config(
     """
     keys, name = read(config)
     auto = AutoValues() if auto is None else auto
-    found = checked(keys, auto, late=late, has_optimizer=optimizer is not None)
+    found = Checked(keys, auto, late=late, has_optimizer=optimizer is not None)
     mistakes = [*found.mistakes, *contradictions(found)]
     found.values.spoil(one.path for one in mistakes)
     fields = parts_of(found, auto, optimizer, mistakes)

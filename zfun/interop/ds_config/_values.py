@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from zfun.interop.ds_config._auto import AutoValues
 from zfun.interop.ds_config._mistakes import Mistake, mistake, nearest
+from zfun.interop.ds_config._read import AutoValues
 from zfun.interop.ds_config.table import KEYS, SECTIONS, keys_of, kind_of
 from zfun.interop.ds_config.table._keys import SECTION, Key, is_off
 from zfun.interop.ds_config.table._optim import (
@@ -67,7 +67,7 @@ class Checked:
     Args:
         config: the configuration.
         auto: the values of the run, which fill ``"auto"``.
-        pending: the fields of :class:`AutoValues` that are not known yet, and so no mistake.
+        late: the fields of :class:`AutoValues` that are not known yet, and so no mistake.
         has_optimizer: whether an optimizer of the caller takes the place of the configuration's, so
             that numbers of the run may differ from numbers of the optimizer and the scheduler.
 
@@ -85,9 +85,10 @@ class Checked:
     def __init__(
         self,
         config: Mapping[str, Any],
-        auto: AutoValues,
-        pending: Collection[str],
-        has_optimizer: bool,
+        auto: AutoValues | None = None,
+        *,
+        late: Collection[str] = (),
+        has_optimizer: bool = False,
     ) -> None:
         self.values = Values()
         self.given: dict[str, Any] = {}
@@ -102,7 +103,8 @@ class Checked:
             for name, part in parts.items()
         }
         self.keys = keys_of(self._kinds["optimizer"], self._kinds["scheduler"])
-        self._auto, self._pending, self._has_optimizer = auto, pending, has_optimizer
+        self._auto = AutoValues() if auto is None else auto
+        self._pending, self._has_optimizer = late, has_optimizer
         self._section(config, "", "")
         for key in self.keys.values():
             if not self.values.has_mistake(key.path):
@@ -247,17 +249,6 @@ class Checked:
     def _is_read(self, path: str) -> bool:
         """Whether the stage reads a key of stage 3; DeepSpeed ignores "auto" elsewhere."""
         return not path.startswith(f"{_Z}.stage3_") or self.given.get(f"{_Z}.stage", 0) == 3
-
-
-def checked(
-    config: Mapping[str, Any],
-    auto: AutoValues | None = None,
-    *,
-    late: Collection[str] = (),
-    has_optimizer: bool = False,
-) -> Checked:
-    """Read every key of a configuration; see :class:`Checked`."""
-    return Checked(config, AutoValues() if auto is None else auto, late, has_optimizer)
 
 
 def _wrong(key: Key, given: Any) -> tuple[str, Any, str] | None:

@@ -18,7 +18,7 @@ from zfun.interop import _configured
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.ds_config import Rule
 from zfun.interop.ds_config._optimizers import rule_of
-from zfun.interop.ds_config._values import checked
+from zfun.interop.ds_config._values import Checked
 from zfun.optim import Optimizer
 
 # Options of the rules, options with one value, and options that change nothing.
@@ -98,7 +98,7 @@ class Described(torch.optim.Optimizer):
     def rule(self) -> Rule:
         """The optimizer as data; the groups have their own numbers."""
         params = {"lr": float(self.param_groups[0]["lr"])}
-        rule = rule_of(checked({"optimizer": {"type": self.kind, "params": params}}), "optimizer")
+        rule = rule_of(Checked({"optimizer": {"type": self.kind, "params": params}}), "optimizer")
         assert rule is not None
         return rule
 

@@ -20,7 +20,7 @@ from zfun.interop.ds_config import AutoValues, batch_of
 from zfun.interop.ds_config._batch import elastic_batch
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import checked
+from zfun.interop.ds_config._values import Checked
 
 _Z = "zero_optimization"
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -156,7 +156,7 @@ def _values_of(keys: Mapping[str, Any], section: str) -> dict[str, Any]:
     Raises:
         ConfigError: keys of the section have mistakes.
     """
-    found = checked(keys, late=PENDING)
+    found = Checked(keys, late=PENDING)
     start = f"{section}." if section else ""
     mistakes = [one for one in found.mistakes if one.path.startswith(start)]
     if mistakes:

@@ -15,7 +15,6 @@ import functools
 import itertools
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,7 +149,7 @@ class Pieces(TensorOwner):
 
     def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         for param, value in zip(params, values, strict=True):
-            be_plain(param)
+            param.__class__ = nn.Parameter
             param.data = value
 
     def hide(self, params: Sequence[nn.Parameter]) -> None:
@@ -187,11 +186,6 @@ def _zeros_in(folder: Path, count: int, dtype: torch.dtype) -> Tensor:
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
 
 
-def made_in(param: nn.Parameter, module: nn.Module) -> None:
-    """Keep the module of a new parameter for :meth:`Pieces.settle`."""
-    told(param)._zfun_module = weakref.ref(module)
-
-
 def told(param: nn.Parameter) -> Any:
     """Return a parameter as an object with any attributes."""
     return param
@@ -214,21 +208,15 @@ def cut(param: nn.Parameter, owner: Pieces, dtype: torch.dtype | None) -> None:
         if dtype is not None and whole.is_floating_point():
             whole = whole.to(dtype)
         whole = broadcast(whole.contiguous(), owner.group, 0, name="zero.Init")
-    release(param, owner, whole)
-    owner.put([param], [whole])
-
-
-def release(param: nn.Parameter, owner: Pieces, like: Tensor) -> None:
-    """Give a parameter an owner, and put the stand-in into it."""
     record = told(param)
     setattr(param, _OWNER, owner)
-    record.ds_tensor = None
-    _size(record, like, owner.group)
+    _size(record, whole, owner.group)
     if not hasattr(param, "ds_id"):
         record.ds_id = next(_IDS.numbers)
     record._zfun_order, record._zfun_shown = record.ds_id, False
     record.ds_status = ZeroParamStatus.NOT_AVAILABLE
-    stand_in(param, like)
+    stand_in(param, whole)
+    owner.put([param], [whole])
 
 
 def stand_in(param: nn.Parameter, like: Tensor | None = None) -> None:
@@ -240,17 +228,12 @@ def stand_in(param: nn.Parameter, like: Tensor | None = None) -> None:
     param.__class__ = Partitioned
 
 
-def be_plain(param: nn.Parameter) -> None:
-    """Let operations on a partitioned parameter be those of its data."""
-    param.__class__ = nn.Parameter
-
-
 @contextlib.contextmanager
 def taken(module: nn.Module) -> Iterator[None]:
     """Let the partitioned parameters of a module be taken by an engine, as a context."""
     cut = [param for param in module.parameters() if type(param) is Partitioned]
     for param in cut:
-        be_plain(param)
+        param.__class__ = nn.Parameter
     try:
         yield
     except BaseException:

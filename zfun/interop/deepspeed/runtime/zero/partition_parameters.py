@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     cut,
     is_partitioned,
     is_shown,
-    made_in,
     mark,
     owner_of,
     root_of,
@@ -37,7 +37,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
 )
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import checked
+from zfun.interop.ds_config._values import Checked
 from zfun.interop.engine._parameter import NO_VALUES
 from zfun.ops import fingerprint
 
@@ -158,7 +158,8 @@ class Init:
         """Notice a parameter that a module gets."""
         if param is not None:
             self._new[id(param)] = param
-            made_in(param, module)
+            # For Pieces.settle().
+            told(param)._zfun_module = weakref.ref(module)
             self._modules.setdefault(id(module), module)
 
     def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -266,7 +267,7 @@ def _is_shared(value: Tensor) -> bool:
 def _values_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """Return the values of a configuration, of which those that Init reads have no mistake."""
     keys, name = read(config)
-    found = checked(keys, late=PENDING)
+    found = Checked(keys, late=PENDING)
     read_here = ("bf16", "fp16", "zero_optimization.offload_param")
     mistakes = [
         one
