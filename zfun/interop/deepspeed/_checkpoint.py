@@ -283,10 +283,10 @@ def _not_persistent(module: nn.Module) -> list[str]:
 
 def _check_tag(group: Group, tag: str) -> None:
     """Refuse a tag that is another one on some rank."""
-    if len(found := set(agree(group, None, tag))) > 1:
+    if any(other != tag for other in agree(group, None, tag)):
         raise CheckpointError(
-            f"all ranks save under one tag; got {sorted(found)}; leave the number of the rank out "
-            "of the tag"
+            f"all ranks save under one tag; got {tag!r} here, and another one on some rank; leave "
+            "the number of the rank out of the tag"
         )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from zfun import optim
 from zfun.collectives import Group, broadcast
-from zfun.errors import OptionError
 from zfun.interop._configured import zero_options
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero._owners import (
@@ -25,7 +24,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (
     told,
 )
 from zfun.interop.engine import Engine
-from zfun.interop.engine._live import live_of
+from zfun.interop.engine._live import alive, live_of
 from zfun.parallel import Pipeline
 from zfun.sources import Deferred
 
@@ -118,12 +117,7 @@ class CoreValues(TensorOwner):
         self._names = {id(param): name for name, param in engine.leaves.items()}
 
     def _named(self, params: Sequence[nn.Parameter]) -> tuple[Engine, list[str]]:
-        engine = self._engine()
-        if engine is None:
-            raise OptionError(
-                "the values of a parameter are with an engine; got one whose engine is gone; keep "
-                "the engine"
-            )
+        engine = alive(self._engine, "the value of a parameter")
         return engine, [self._names[id(param)] for param in params]
 
     def apply(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zfun.errors import CheckpointError, OptionError
+from zfun.interop.engine._live import alive
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -52,13 +53,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return f"EngineOptimizer({self.optimizer!r})"
 
     def _owner(self) -> Any:
-        engine = self._engine()
-        if engine is None:
-            raise OptionError(
-                "the optimizer of initialize() belongs to an engine; got one whose engine is "
-                "gone; keep the engine"
-            )
-        return engine
+        return alive(self._engine, "the optimizer of initialize()")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyrefly: ignore[bad-override]

@@ -55,6 +55,15 @@ def live_of(module: nn.Module) -> LiveModule | None:
     return None
 
 
+def alive(engine: weakref.ref[Any], what: str) -> Any:
+    """Return the engine that has something, or refuse one that is gone."""
+    if (found := engine()) is None:
+        raise OptionError(
+            f"{what} is with an engine; got one whose engine is gone; keep the engine"
+        )
+    return found
+
+
 class LiveParameters(dict[str, Any]):
     """The parameters of one module; an item is the tensor of the call that runs.
 
@@ -373,12 +382,7 @@ class LiveModule:
         self._read.append((name, counter, value._version))
 
     def _values(self) -> Any:
-        if self.owner is None:
-            raise OptionError(
-                "the values of a sharded parameter are with an engine; got a parameter whose "
-                "engine is gone; keep the engine"
-            )
-        return self.owner
+        return alive(self._owner, "the value of a sharded parameter")
 
 
 def _refuse_old(name: str, param: Tensor) -> None:

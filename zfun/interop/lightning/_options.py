@@ -29,19 +29,15 @@ _DEFAULTS: dict[str, Any] = {
         if name not in inspect.signature(DDPStrategy).parameters and name != "config"
     },
 }
-# By section of the configuration, the keys that are arguments too.
-_KEYS = {
-    "zero_optimization": (
-        "stage sub_group_size contiguous_gradients overlap_comm allgather_partitions "
-        "reduce_scatter allgather_bucket_size reduce_bucket_size"
-    ),
-    "activation_checkpointing": (
-        "partition_activations cpu_checkpointing contiguous_memory_optimization "
-        "synchronize_checkpoint_boundary"
-    ),
-    "aio": "block_size queue_depth single_submit overlap_events thread_count",
-    "fp16": "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
-}
+# Lightning's function from arguments to a configuration, and its arguments; those of
+# zero_optimization are no parameters of the function.
+_configured: Any = DeepSpeedStrategy._create_default_config
+_OF_ZERO = (
+    "stage sub_group_size contiguous_gradients overlap_comm allgather_partitions reduce_scatter "
+    "allgather_bucket_size reduce_bucket_size"
+)
+_OF_CONFIG = (*list(inspect.signature(_configured).parameters)[1:-1], *_OF_ZERO.split())
+_OF_FP16 = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
 _DTYPES = {
     "32-true": torch.float32,
     "bf16-true": torch.bfloat16,
@@ -74,38 +70,13 @@ def divided(given: Mapping[str, Any], *more: str) -> tuple[dict[str, Any], dict[
 
 def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of DeepSpeed that the arguments describe."""
-    config: dict[str, Any] = {
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": values["zero_allow_untested_optimizer"],
-    }
-    if any(_section(values, "activation_checkpointing").values()):
-        config["activation_checkpointing"] = _section(values, "activation_checkpointing")
-    if not values["zero_optimization"]:
-        return {**config, "zero_optimization": {"stage": 0}}
-    zero = config["zero_optimization"] = _section(values, "zero_optimization")
-    sizes = {
-        "optimizer": {"buffer_count": values["optimizer_buffer_count"]},
-        "params": {
-            "buffer_count": values["params_buffer_count"],
-            "buffer_size": values["params_buffer_size"],
-            "max_in_cpu": values["max_in_cpu"],
-        },
-    }
-    for argument, part, section in (
-        ("offload_optimizer", "optimizer", "offload_optimizer"),
-        ("offload_parameters", "params", "offload_param"),
-    ):
-        if values[argument]:
-            device = values[f"offload_{part}_device"]
-            zero[section] = {"device": device, "pin_memory": values["pin_memory"]}
-            if device == "nvme":
-                zero[section] |= {"nvme_path": values["nvme_path"], **sizes[part]}
-                config["aio"] = _section(values, "aio")
-    return config
-
-
-def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: values[key] for key in _KEYS[name].split()}
+    config = _configured(None, **{name: values[name] for name in _OF_CONFIG})
+    # The account of the options has no lines of sections that are off.
+    if not any(config["activation_checkpointing"].values()):
+        del config["activation_checkpointing"]
+    if "nvme" not in (values["offload_optimizer_device"], values["offload_params_device"]):
+        del config["aio"]
+    return {"gradient_clipping": 0.0, **config}
 
 
 def given_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
@@ -151,7 +122,7 @@ def recipe_of(
     if dtype is torch.bfloat16:
         whole.setdefault("bf16", {"enabled": True})
     if dtype is torch.float16 and config.get("fp16") is None:
-        whole["fp16"] = {"enabled": True, **_section(values, "fp16")}
+        whole["fp16"] = {"enabled": True, **{name: values[name] for name in _OF_FP16.split()}}
     recipe = from_ds_config(whole, auto=AutoValues(world_size=world_size, dtype=dtype))
     if recipe.autocast is not None:
         raise OptionError(

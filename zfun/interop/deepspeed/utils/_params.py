@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import stores
 from zfun.errors import CheckpointError, OptionError
 from zfun.flat import Flat, leaf_spans
-from zfun.interop._named import masters_of, write_leaves
+from zfun.interop._named import masters_of, named, write_leaves
 from zfun.interop.engine import TORCH_NAMES, Engine
+from zfun.interop.engine._live import alive
 from zfun.interop.engine._values import parts_of
 from zfun.placement import S
 from zfun.transforms import unshard
@@ -119,8 +120,7 @@ class _LeafCopy(NamedTuple):
     scale: float = 1.0
 
     def whole(self) -> Tensor:
-        part = unshard(self.flat, lambda path, leaf: path == self.leaf)
-        return dict(zip(tree.paths(part), tree.leaves(part), strict=True))[self.leaf].clone()
+        return named(unshard(self.flat, lambda path, leaf: path == self.leaf))[self.leaf].clone()
 
     def local(self) -> Tensor:
         """Return this rank's elements as a vector: a view, unless a store has them."""
@@ -160,15 +160,7 @@ class _ShownGrad(NamedTuple):
 def _of(param: Tensor) -> tuple[Engine, str] | None:
     """Return the engine of a parameter, and its name there."""
     ref, name = getattr(param, "_zfun_engine", (None, ""))
-    if ref is None:
-        return None
-    engine = ref()
-    if engine is None:
-        raise OptionError(
-            f"the value of a parameter is with an engine; got {name!r}, whose engine is gone; "
-            "keep the engine"
-        )
-    return engine, name
+    return None if ref is None else (alive(ref, f"the value of parameter {name!r}"), name)
 
 
 def _needed(param: Tensor, function: str, value: Tensor | None = None) -> tuple[Engine, str]:

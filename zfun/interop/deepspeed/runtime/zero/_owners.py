@@ -231,7 +231,7 @@ def stand_in(param: nn.Parameter, like: Tensor | None = None) -> None:
 @contextlib.contextmanager
 def taken(module: nn.Module) -> Iterator[None]:
     """Let the partitioned parameters of a module be taken by an engine, as a context."""
-    cut = [param for param in module.parameters() if type(param) is Partitioned]
+    cut: list[Any] = [param for param in module.parameters() if type(param) is Partitioned]
     for param in cut:
         param.__class__ = nn.Parameter
     try:
