@@ -14,7 +14,7 @@ from zfun.interop.deepspeed._core import freed
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._pipeline import PipelineEngine
 from zfun.interop.deepspeed._ranks import data_ranks, group_of, init_from_launcher, local_device
-from zfun.interop.deepspeed._settings import Given, config_of, settings_of
+from zfun.interop.deepspeed._settings import config_of, settings_of
 from zfun.interop.deepspeed.pipe import PipelineModule
 from zfun.interop.deepspeed.runtime import RepeatingLoader
 from zfun.interop.deepspeed.runtime.zero._owners import taken
@@ -94,7 +94,12 @@ def initialize(
         )
     chosen = config_of(args, config, config_params)
     device = local_device()
-    given = Given(optimizer, model_parameters, lr_scheduler, auto or AutoValues())
+    given: dict[str, Any] = {
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "lr_scheduler": lr_scheduler,
+        "auto": auto or AutoValues(),
+    }
     places: dict[str, Any] = {"device": device, "collate_fn": collate_fn}
     engine: DeepSpeedEngine
     if isinstance(model, PipelineModule):
@@ -104,7 +109,7 @@ def initialize(
                 "to PipelineModule()"
             )
         model.check_own()
-        settings = settings_of(model, chosen, model.mpu().data_parallel_size, given)
+        settings = settings_of(model, chosen, model.mpu().data_parallel_size, **given)
         engine = PipelineEngine(model.to(device), settings, **places)
         if training_data is not None:
             loader = engine.deepspeed_io(training_data, route="pipeline")
@@ -115,7 +120,7 @@ def initialize(
         init_from_launcher()
     group = group_of(ranks)
     with taken(model), freed(model) as values:
-        settings = settings_of(model, chosen, group.size, given)
+        settings = settings_of(model, chosen, group.size, **given)
         engine = DeepSpeedEngine(model.to(device), settings, group, values=values, **places)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,15 +46,6 @@ class Settings:
     config: Mapping[str, Any]
 
 
-class Given(NamedTuple):
-    """The arguments of ``initialize`` beside the model and the configuration."""
-
-    optimizer: Any
-    model_parameters: Iterable[Any] | None
-    lr_scheduler: Any
-    auto: AutoValues
-
-
 class Configured(ConfiguredOptimizer):
     """The optimizer of a configuration, which the engine steps."""
 
@@ -84,21 +75,24 @@ def settings_of(
     module: nn.Module,
     config: _Config,
     world_size: int,
-    script: Given,
+    *,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    lr_scheduler: Any,
+    auto: AutoValues,
 ) -> Settings:
-    """Read a configuration for a module, an optimizer and a schedule of the script.
+    """Read a configuration for a module, and the arguments of ``initialize`` beside it.
 
     Raises:
         ConfigError: the configuration has mistakes; the message lists all of them.
         OptionError: a scheduler without an optimizer, or an optimizer of other parameters.
     """
     keys, name = read(config)
-    params: Any = script.model_parameters
-    params = [p for p in module.parameters() if p.requires_grad] if params is None else list(params)
-    optimizer = script.optimizer
+    trained: Any = (p for p in module.parameters() if p.requires_grad)
+    params: list[Any] = list(trained if model_parameters is None else model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(params)
-    known = _known(module, world_size, optimizer, script.auto)
+    known = _known(module, world_size, optimizer, auto)
     # All mistakes are reported before anything is made. An optimizer of the script wins.
     recipe = from_ds_config(config, auto=known, optimizer=None if optimizer is None else optim.sgd)
     found = Checked(keys, known, has_optimizer=optimizer is not None)
@@ -106,14 +100,14 @@ def settings_of(
     if made is None and recipe.rule is not None:
         made = Configured(params, recipe.rule)
     if made is None:
-        if script.lr_scheduler is not None or recipe.scheduler is not None:
+        if lr_scheduler is not None or recipe.scheduler is not None:
             raise OptionError(
                 f"a scheduler changes an optimizer; got none, and {name} has no section "
                 "optimizer; pass optimizer=, such as torch.optim.AdamW(model.parameters(), "
                 "lr=3e-4), or leave the scheduler out for a model that is not trained"
             )
         return Settings(recipe, found.values, found.given, None, None, None, keys)
-    scheduler = _scheduler(recipe, made, script.lr_scheduler)
+    scheduler = _scheduler(recipe, made, lr_scheduler)
     own = {id(param) for param in module.parameters()}
     for param in (p for group in made.param_groups for p in group["params"]):
         if id(param) not in own:

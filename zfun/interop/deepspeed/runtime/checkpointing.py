@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,18 @@ import torch
 from torch import Tensor
 
 from zfun import stores
-from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of
 from zfun.interop.deepspeed.accelerator import get_accelerator
 from zfun.interop.ds_config._read import read
-from zfun.stores import Store
 from zfun.transforms import remat
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
 
-@dataclass(slots=True)
-class _Choices:
-    """The options of ``configure``, for the whole process, as in DeepSpeed."""
-
-    is_made: bool = False
-    store: Store | None = None
-    shard_over: Group | None = None
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return remat(function, store=self.store, shard_over=self.shard_over)(*args)
-
-
-_CHOICES = _Choices()
+# The options of remat() that configure() chose, for the whole process, as in DeepSpeed.
+_CHOSEN: dict[str, Any] = {}
 
 
 def configure(
@@ -69,9 +55,8 @@ def configure(
     in_host = section.get("cpu_checkpointing") if in_host is None else in_host
     parts = section.get("partition_activations") if parts is None else parts
     ranks = mpu_.get_model_parallel_group() if parts and mpu_ is not None else None
-    _CHOICES.is_made = True
-    _CHOICES.store = stores.host() if in_host else None
-    _CHOICES.shard_over = None if ranks is None else group_of(ranks)
+    _CHOSEN["store"] = stores.host() if in_host else None
+    _CHOSEN["shard_over"] = None if ranks is None else group_of(ranks)
 
 
 def is_configured() -> bool:
@@ -81,7 +66,7 @@ def is_configured() -> bool:
         >>> is_configured()
         False
     """
-    return _CHOICES.is_made
+    return "store" in _CHOSEN
 
 
 def reset() -> None:
@@ -90,7 +75,7 @@ def reset() -> None:
     Example:
         >>> reset()
     """
-    _CHOICES.is_made, _CHOICES.store, _CHOICES.shard_over = False, None, None
+    _CHOSEN.clear()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -106,7 +91,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """
     tracker = get_rng_tracker()
     if not tracker.states_:
-        return _CHOICES.run(function, args)
+        return remat(function, **_CHOSEN)(*args)
     begun, is_second = tracker.get_states(), False
 
     def again(*args: Any) -> Any:
@@ -119,7 +104,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
             if is_second:
                 tracker.set_states(now)
 
-    out = _CHOICES.run(again, args)
+    out = remat(again, **_CHOSEN)(*args)
     is_second = True
     return out
 
@@ -156,8 +141,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
         >>> partition_activations_in_checkpoint(False)
     """
     if not partition_activation:
-        _CHOICES.shard_over = None
-    elif _CHOICES.shard_over is None:
+        _CHOSEN.pop("shard_over", None)
+    elif _CHOSEN.get("shard_over") is None:
         raise OptionError(
             "inputs of blocks are partitioned over model parallel ranks; got True without ranks; "
             "call configure(mpu, partition_activations=True)"
