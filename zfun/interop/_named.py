@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zfun import tree
 from zfun.collectives import agreement_group, barrier
 from zfun.errors import SpecMismatch
-from zfun.flat import Flat, leaf_spans
+from zfun.flat import Flat, flats, leaf_spans
 from zfun.optim import MasterState
 from zfun.recipes import ZeroState
 from zfun.stores import Stored, fetch
@@ -100,15 +100,10 @@ def with_values(
 
 def masters_of(state: Any) -> Iterator[Flat]:
     """Yield the master weights of every optimizer in a state."""
-    if isinstance(state, MasterState):
-        if isinstance(state.master, Flat):
-            yield state.master
-        yield from masters_of(state.inner)
-    elif isinstance(state, Mapping):
-        yield from masters_of([*state.values()])
-    elif isinstance(state, (tuple, list)):
-        for part in state:
-            yield from masters_of(part)
+    for part in tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState)):
+        if isinstance(part, MasterState):
+            yield from flats(part.master)
+            yield from masters_of(part.inner)
 
 
 @torch.no_grad()

@@ -642,3 +642,17 @@ def test_a_loss_of_another_engine_is_refused() -> None:
             first.backward(outs[1])
 
     zf.simulate(RANKS, main)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_optimizer_has_parameters_of_the_module_alone(frozen: bool) -> None:
+    """torch would step the other one, and an engine does not."""
+    module, other = linear(), nn.Parameter(torch.ones(7), requires_grad=not frozen)
+    rule = torch.optim.SGD([*module.parameters(), other], 0.5)
+    with pytest.raises(OptionError, match=r"of the model; got one of shape \(7,\) that is none"):
+        Engine(module, rule)
+    late = torch.optim.SGD(module.parameters(), 0.5)
+    engine = Engine(module, late)
+    late.add_param_group({"params": [other]})
+    with pytest.raises(OptionError, match=r"got one of shape \(7,\) that is none of them"):
+        engine(torch.ones(3, 5))

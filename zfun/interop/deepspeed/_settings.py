@@ -108,14 +108,6 @@ def settings_of(
             )
         return Settings(recipe, found.values, found.given, None, None, None, keys)
     scheduler = _scheduler(recipe, made, lr_scheduler)
-    own = {id(param) for param in module.parameters()}
-    for param in (p for group in made.param_groups for p in group["params"]):
-        if id(param) not in own:
-            raise OptionError(
-                "an optimizer for initialize() has parameters of the model; got one of shape "
-                f"{tuple(param.shape)} that the model does not have; make the optimizer of "
-                "model.parameters()"
-            )
     groups = ParamGroups(made, named_leaves(module))
     if isinstance(made, Described):
         made.is_attached = True

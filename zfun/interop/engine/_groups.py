@@ -117,6 +117,13 @@ class ParamGroups:
         for index, group in enumerate(self.groups):
             for param in group["params"]:
                 name = self._names.get(id(param), "")
+                # A frozen parameter of another class, such as a quantised weight, has no name.
+                if not name and (param.requires_grad or type(param) in (Tensor, nn.Parameter)):
+                    raise OptionError(
+                        "an optimizer has parameters of the model; got one of shape "
+                        f"{tuple(param.shape)} that is none of them; assign it to the module, and "
+                        "make the optimizer of the module's parameters"
+                    )
                 if name in names:
                     self.labels[name] = f"{_EXTRA}{index}" if name in self.extra else str(index)
         for name in self._params if self._norm_of_all else ():

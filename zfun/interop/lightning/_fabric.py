@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from zfun import optim
 from zfun.collectives import process_group
 from zfun.errors import OptionError
+from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._precision import Dtypes
 from zfun.interop.lightning._runs import (
-    engine_options,
     engines_of,
     groups_of,
     is_on_meta,
@@ -147,7 +147,7 @@ class ZfunFabricStrategy(DDPStrategy):
             take_values_of_rank_0(module, self.world_size)
         recipe, seed = self.recipe(), self.broadcast(torch.initial_seed())
         values = values_of(module, self.root_device, seed)
-        options = engine_options(recipe, process_group(), values)
+        options: dict[str, Any] = {"zero": zero_options(recipe, process_group()), "values": values}
         groups = groups_of(optimizers, module)
         bound = recipe.max_grad_norm or UNBOUNDED
         if not groups:

@@ -80,11 +80,6 @@ class ManualRun:
         return engine.step(boundary=True) if engine.has_grads else None
 
 
-def engine_options(recipe: Recipe, group: Group, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an engine beside module, optimizer and bound."""
-    return {"zero": zero_options(recipe, group), "values": values}
-
-
 def build(
     module: LightningModule,
     groups: Sequence[ParamGroups],
@@ -93,7 +88,7 @@ def build(
     values: Mapping[str, Any],
 ) -> AutomaticRun | ManualRun:
     """Make a module live: with an engine for each optimizer, or one for an evaluation."""
-    options = engine_options(recipe, group, values)
+    options: dict[str, Any] = {"zero": zero_options(recipe, group), "values": values}
     if not groups:
         return AutomaticRun(module, Engine(module, optim.sgd(0.0), **options))
     options["clip_norm"] = UNBOUNDED
@@ -134,16 +129,6 @@ def engines_of(
 def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[ParamGroups]:
     """Return the groups of each optimizer of a module."""
     leaves = named_leaves(module)
-    own = {id(param) for param in module.parameters()}
-    for optimizer in optimizers:
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(param) not in own:
-                raise OptionError(
-                    "an optimizer steps parameters of the LightningModule; "
-                    f"{type(optimizer).__name__} has a tensor of shape {tuple(param.shape)} that "
-                    "is none of them; assign it to the module, and return optimizers of "
-                    "self.parameters()"
-                )
     found = [ParamGroups(optimizer, leaves) for optimizer in optimizers]
     seen: dict[str, int] = {}
     for index, groups in enumerate(found):
