@@ -20,8 +20,6 @@ from zfun.interop.ds_config.table._keys import BETAS, DTYPE_NAME
 from zfun.interop.ds_config.table._zero import ALIASES
 from zfun.options import ITERABLE, integer, number, one_of, shown, takes
 
-_DTYPE = one_of(torch.float32, torch.bfloat16, torch.float16, example="torch.bfloat16")
-
 # Strings first, so that a "//" in a path is no comment.
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENT = re.compile(rf"{_STRING}|/\*.*?\*/|//[^\n]*|#[^\n]*", re.DOTALL)
@@ -120,20 +118,16 @@ def _without_comments(text: str) -> str:
     return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
 
 
+_COUNTS = ("world_size", "train_batch_size", "micro_batch_size", "num_micro_batches", "hidden_size")
+_NUMBERS = ("max_grad_norm", "learning_rate", "eps", "weight_decay")
+
+
 @takes(
-    world_size=integer(1) | None,
-    train_batch_size=integer(1) | None,
-    micro_batch_size=integer(1) | None,
-    num_micro_batches=integer(1) | None,
-    max_grad_norm=number(0) | None,
-    dtype=_DTYPE | None,
-    hidden_size=integer(1) | None,
-    learning_rate=number(0) | None,
-    betas=BETAS.kind | None,
-    eps=number(0) | None,
-    weight_decay=number(0) | None,
+    **dict.fromkeys((*_COUNTS, "num_steps"), integer(1) | None),
+    **dict.fromkeys(_NUMBERS, number(0) | None),
     num_warmup=integer(0) | None,
-    num_steps=integer(1) | None,
+    betas=BETAS.kind | None,
+    dtype=one_of(torch.float32, torch.bfloat16, torch.float16, example="torch.bfloat16") | None,
 )
 @dataclass(frozen=True, slots=True)
 class AutoValues:

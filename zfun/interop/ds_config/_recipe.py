@@ -261,7 +261,7 @@ def from_ds_config(
     auto = AutoValues() if auto is None else auto
     found = Checked(keys, auto, late=late, has_optimizer=optimizer is not None)
     mistakes = [*found.mistakes, *contradictions(found)]
-    found.values.spoil(one.path for one in mistakes)
+    found.values.bad.update(one.path for one in mistakes)
     fields = parts_of(found, auto, optimizer, mistakes)
     if mistakes:
         spelled = [one._replace(path=found.written.get(one.path, one.path)) for one in mistakes]

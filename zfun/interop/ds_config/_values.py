@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from zfun.interop.ds_config._mistakes import Mistake, mistake, nearest
@@ -55,10 +55,6 @@ class Values:
         """Whether a key, or a section around the key, has no usable value."""
         parts = path.split(".")
         return any(".".join(parts[:length]) in self.bad for length in range(1, len(parts) + 1))
-
-    def spoil(self, paths: Iterable[str]) -> None:
-        """Make values unusable that a rule about several keys refuses."""
-        self.bad.update(paths)
 
 
 class Checked:
@@ -195,13 +191,13 @@ class Checked:
     def _refuse(
         self, path: str, rule: str, got: Any, remedy: str, written: str | None = None
     ) -> None:
-        self.values.spoil([path])
+        self.values.bad.update([path])
         self.written.setdefault(path, path if written is None else written)
         self.mistakes.append(mistake(path, rule, got, remedy))
 
     def _unknown_type(self, given: Any, path: str) -> None:
         """Report a type that is not known."""
-        self.values.spoil([f"{path}.params"])
+        self.values.bad.update([f"{path}.params"])
         known = OPTIMIZERS if path == "optimizer" else SCHEDULERS
         remedy = f"use {', '.join(known[:-1])} or {known[-1]}"
         if isinstance(given, str):
@@ -240,7 +236,7 @@ class Checked:
             missing = [name for name in fill.fields if getattr(self._auto, name) is None]
             if set(missing) & set(self._pending):
                 self.late[path] = tuple(missing)
-                values.spoil([path])
+                values.bad.update([path])
             elif is_auto and not fill.may_miss:
                 names = " and ".join(f"{name}=" for name in missing)
                 remedy = f"pass {names}, or write a value"

@@ -15,16 +15,8 @@ from zfun.options import shown
 from zfun.recipes import Precision
 
 _ZERO_OPTIONS = (
-    "stage",
-    "group",
-    "precision",
-    "offload",
-    "compression",
-    "schedule",
-    "bucket_bytes",
-    "order",
-    "donate",
-    "max_skipped",
+    *("stage", "group", "precision", "offload", "compression", "schedule", "bucket_bytes"),
+    *("order", "donate", "max_skipped"),
 )
 _FROM_ARGUMENTS = {
     "loss_fn": "compute_loss_func= of the Trainer, or a subclass with compute_loss()",
