@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from zfun import optim
-from zfun.collectives import Group, split
+from zfun.collectives import Group
 from zfun.errors import NotElementwiseError, OptionError
 from zfun.interop import ds_config
 from zfun.interop.ds_config import Recipe, rule_for
 from zfun.interop.ds_config._optimizers import own_rates
+from zfun.interop.ds_config._recipe import options_of
 from zfun.optim import Optimizer
 
 Rule: TypeAlias = tuple[Callable[..., Optimizer], dict[str, Any]]
@@ -69,18 +70,7 @@ def zero_options(recipe: Recipe, group: Group) -> dict[str, Any]:
                 "train a loss of zf.tensor_parallel() or zf.parallel.token_mean() with "
                 "recipe.zero() of zf.interop.from_ds_config()"
             )
-    if recipe.rows is not None:
-        mesh = split(group, recipe.rows)
-        group = mesh if recipe.secondary else mesh.inner
-    return {
-        "stage": recipe.stage,
-        "precision": recipe.precision,
-        "offload": recipe.offload(),
-        "compression": recipe.compression,
-        "schedule": recipe.schedule,
-        "bucket_bytes": recipe.bucket_bytes,
-        "group": group,
-    }
+    return options_of(recipe, group)
 
 
 def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:

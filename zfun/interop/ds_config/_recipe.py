@@ -190,22 +190,28 @@ class Recipe:
                 f"model axes of {sizes or 'no'} ranks; pass zf.tensor_parallel(loss, mesh['tp'], "
                 "zf.interop.transformers.tp_plan(model)), and mesh['dp'] as the group"
             )
-        if self.rows is not None:
-            mesh = split(group, self.rows)
-            group = mesh if self.secondary else mesh.inner
-        names = ("precision", "num_micro_batches", "compression", "schedule", "bucket_bytes")
-        own: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if "offload" not in options:
-            own["offload"] = self.offload()
+        own = options_of(self, group, has_stores="offload" not in options)
+        own["num_micro_batches"] = self.num_micro_batches
         if self.autocast is not None:
             loss_fn = _autocasting(loss_fn, self.autocast)
-        return zero(self.stage, loss_fn, rule, group, **{**own, **options})
+        stage, group = own.pop("stage"), own.pop("group")
+        return zero(stage, loss_fn, rule, group, **{**own, **options})
 
     def __str__(self) -> str:
         return text_of(self.entries)
 
     def _repr_html_(self) -> str:
         return html_of(self.entries)
+
+
+def options_of(recipe: Recipe, group: Group, *, has_stores: bool = True) -> dict[str, Any]:
+    """Return the options of ``zf.zero`` beside loss and optimizer, over the mesh of the recipe."""
+    if recipe.rows is not None:
+        mesh = split(group, recipe.rows)
+        group = mesh if recipe.secondary else mesh.inner
+    names = ("stage", "precision", "compression", "schedule", "bucket_bytes")
+    own: dict[str, Any] = {"group": group, **{name: getattr(recipe, name) for name in names}}
+    return {**own, "offload": recipe.offload()} if has_stores else own
 
 
 @takes(
