@@ -24,8 +24,6 @@ from zfun.interop.ds_config._values import Checked
 
 _Z = "zero_optimization"
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Values of the run that "auto" waits for, which is no mistake here.
-PENDING = tuple(field.name for field in fields(AutoValues))
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ConfigError
 ElasticityIncompatibleWorldSize = OptionError
 
@@ -150,17 +148,28 @@ class DeepSpeedConfig(SimpleNamespace):
         )
 
 
+def checked_in(keys: Mapping[str, Any], name: str, *sections: str) -> Checked:
+    """Check a configuration, of which these sections, and those around them, have no mistake."""
+    found = Checked(keys, late=tuple(field.name for field in fields(AutoValues)))
+    starts = [f"{section}." if section else "" for section in sections]
+    mistakes = [
+        one
+        for one in found.mistakes
+        if any(f"{one.path}.".startswith(x) or x.startswith(f"{one.path}.") for x in starts)
+    ]
+    if mistakes:
+        raise error_of(mistakes, name)
+    return found
+
+
 def _values_of(keys: Mapping[str, Any], section: str) -> dict[str, Any]:
     """Return the values of a section, and of its sections, as attributes.
 
     Raises:
         ConfigError: keys of the section have mistakes.
     """
-    found = Checked(keys, late=PENDING)
+    found = checked_in(keys, section or "the configuration", section)
     start = f"{section}." if section else ""
-    mistakes = [one for one in found.mistakes if one.path.startswith(start)]
-    if mistakes:
-        raise error_of(mistakes, section or "the configuration")
     values: dict[str, Any] = {}
     paths = [path.removeprefix(start) for path in found.keys if path.startswith(start)]
     for name in sorted({path.partition(".")[0] for path in paths}):

@@ -22,7 +22,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed._ranks import group_of, init_from_launcher
 from zfun.interop.deepspeed.accelerator import get_accelerator  # noqa: F401
-from zfun.interop.deepspeed.runtime.config import PENDING
+from zfun.interop.deepspeed.runtime.config import checked_in
 from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     Pieces,
     TensorOwner,
@@ -35,9 +35,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     root_of,
     told,
 )
-from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._read import read
-from zfun.interop.ds_config._values import Checked
 from zfun.interop.engine._parameter import NO_VALUES
 from zfun.ops import fingerprint
 
@@ -63,6 +61,7 @@ def register_external_parameter(module: nn.Module, parameter: Any) -> None:
 unregister_external_parameter = register_external_parameter
 
 
+_OFFLOAD = "zero_optimization.offload_param"
 # So many parameters that were touched last stay whole under Init.
 _WINDOW = 16
 
@@ -118,7 +117,8 @@ class Init:
         chosen = config if config_dict_or_path is None else config_dict_or_path
         if not enabled:
             return
-        values = _values_of({} if chosen is None else chosen)
+        keys, name = read({} if chosen is None else chosen)
+        values = checked_in(keys, name, "bf16", "fp16", _OFFLOAD).values.found
         halves = {torch.bfloat16: values["bf16.enabled"], torch.float16: values["fp16.enabled"]}
         half = next((half for half, is_on in halves.items() if is_on), None)
         if dtype is None:
@@ -264,25 +264,9 @@ def _is_shared(value: Tensor) -> bool:
     return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
-def _values_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return the values of a configuration, of which those that Init reads have no mistake."""
-    keys, name = read(config)
-    found = Checked(keys, late=PENDING)
-    read_here = ("bf16", "fp16", "zero_optimization.offload_param")
-    mistakes = [
-        one
-        for one in found.mistakes
-        if one.path.startswith(read_here) or one.path == "zero_optimization"
-    ]
-    if mistakes:
-        raise error_of(mistakes, name)
-    return found.values.found
-
-
 def _folder_of(values: Mapping[str, Any], remote_device: str | None) -> Path | None:
     """Return the folder of pieces on a disk; ``None`` for pieces in memory."""
-    section = "zero_optimization.offload_param"
-    place = values[f"{section}.device"] if remote_device is None else remote_device
+    place = values[f"{_OFFLOAD}.device"] if remote_device is None else remote_device
     if place in ("none", "cpu"):
         return None
     if place != "nvme":
@@ -290,7 +274,7 @@ def _folder_of(values: Mapping[str, Any], remote_device: str | None) -> Path | N
             f"zero.Init keeps pieces in memory or on a disk; got remote_device={place!r}; pass "
             "'cpu' or 'nvme'"
         )
-    if (folder := values[f"{section}.nvme_path"]) is None:
+    if (folder := values[f"{_OFFLOAD}.nvme_path"]) is None:
         raise OptionError(
             "zero.Init keeps pieces on a disk in a folder of the configuration; got no "
             "zero_optimization.offload_param.nvme_path; write it, or pass remote_device='cpu'"
