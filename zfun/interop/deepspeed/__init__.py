@@ -13,9 +13,8 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 ``_engine``          ``DeepSpeedEngine``: names, counters, and methods between steps
 ``_pipeline``        ``PipelineEngine``: steps of a ``PipelineModule``
 ``_answers``         methods that return a size, a number or a value of the configuration
-``_core``            the engine of zfun, and the values of the module's parameters
+``_core``            the engine of zfun, and the optimizer that ``initialize`` returns
 ``_settings``        the configuration, the optimizer and the schedule of a run
-``_optimizer``       the optimizer that ``initialize`` returns
 ``_checkpoint``      weights, tags and ``latest``
 ``_ranks``           process groups, devices
 ``accelerator``      the device of this process

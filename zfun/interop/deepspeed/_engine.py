@@ -18,8 +18,7 @@ from zfun.interop.deepspeed import _answers
 from zfun.interop.deepspeed._absent import ABSENT, refusal
 from zfun.interop.deepspeed._answers import batch_of
 from zfun.interop.deepspeed._checkpoint import SavedEngine
-from zfun.interop.deepspeed._core import made
-from zfun.interop.deepspeed._optimizer import EngineOptimizer
+from zfun.interop.deepspeed._core import EngineOptimizer, made
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
