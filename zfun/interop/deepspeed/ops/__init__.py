@@ -16,34 +16,21 @@ from zfun import tree
 from zfun.errors import OptionError
 from zfun.interop import _configured
 from zfun.interop.deepspeed._absent import absent
-from zfun.interop.ds_config import Rule
+from zfun.interop.ds_config import Key, Rule
 from zfun.interop.ds_config._optimizers import rule_of
 from zfun.interop.ds_config._values import Checked
+from zfun.interop.ds_config.table import keys_of
 from zfun.optim import Optimizer
 
-# Options of the rules, options with one value, and options that change nothing.
-_RULES: Mapping[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "adam_w_mode": True,
+# Options of DeepSpeed's classes that the table of configurations lacks for some kinds.
+_MORE: Mapping[str, Any] = {
     "adamw_mode": True,
-    "freeze_step": 100_000,
-    "max_coeff": 10.0,
-    "min_coeff": 0.01,
-}
-_ONLY = {"bias_correction": True, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "amsgrad": False}
-_UNUSED = {
     "deepspeed": None,
     "set_grad_none": True,
     "fp32_optimizer_states": True,
-    "cuda_aware": False,
-    "comm_backend_name": "nccl",
 }
-_REMEDIES = {"max_grad_norm": "write gradient_clipping into the configuration"}
-# Options of torch's optimizers, whose groups a script may pass on.
-_NEVER = {"amsgrad": False, "maximize": False}
+# False in parameter groups of torch too, which a script may pass on.
+_NEVER = dict.fromkeys(("amsgrad", "eps_inside_sqrt", "maximize"), False)
 
 
 class Described(torch.optim.Optimizer):
@@ -52,8 +39,8 @@ class Described(torch.optim.Optimizer):
     Attributes:
         kind: the type of the optimizer in a configuration.
         order: the arguments, as DeepSpeed orders them.
-        own: defaults that are not those of the other classes.
-        unused: options that have one value elsewhere, and change nothing here.
+        own: defaults that are not those of a configuration.
+        keys: the options of a configuration.
         is_attached: whether an engine steps.
 
     Raises:
@@ -63,13 +50,16 @@ class Described(torch.optim.Optimizer):
     kind: ClassVar[str]
     order: ClassVar[str]
     own: ClassVar[Mapping[str, Any]] = {}
-    unused: ClassVar[tuple[str, ...]] = ()
+    keys: ClassVar[Mapping[str, Key]] = {}
     is_attached = False
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
+        start, found = "optimizer.params.", keys_of(cls.kind, None)
+        cls.keys = {path[len(start) :]: x for path, x in found.items() if path.startswith(start)}
         params, *names = cls.order.split()
-        defaults = {**_RULES, **_ONLY, **_UNUSED, **cls.own}
+        configured = {name: key.default for name, key in cls.keys.items()}
+        defaults = {**_MORE, **_NEVER, **configured, **cls.own}
         either = inspect.Parameter.POSITIONAL_OR_KEYWORD
         options = [inspect.Parameter(name, either, default=defaults[name]) for name in names]
         cls.__signature__ = inspect.Signature([inspect.Parameter(params, either), *options])
@@ -77,22 +67,21 @@ class Described(torch.optim.Optimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
-        (_, params), *options = bound.arguments.items()
-        defaults = {name: x for name, x in options if name in _RULES}
+        (_, params), *rest = bound.arguments.items()
+        options = {name.replace("adamw_mode", "adam_w_mode"): value for name, value in rest}
+        verdicts = {name: key.verdict for name, key in self.keys.items()}
+        defaults = {name: x for name, x in options.items() if verdicts.get(name) == "mapped"}
         if "betas" in defaults:
             defaults["betas"] = tuple(defaults["betas"])
-        if "adamw_mode" in defaults:
-            defaults["adam_w_mode"] = defaults.pop("adamw_mode")
         super().__init__(params, defaults)
-        values = [(n, x, _ONLY[n]) for n, x in options if n in _ONLY and n not in self.unused]
-        for group in self.param_groups:
-            values += [(name, group.get(name, no), no) for name, no in _NEVER.items()]
-        for name, value, wanted in values:
-            if value != wanted:
-                raise OptionError(
-                    f"{type(self).__name__} has {name}={wanted!r} only; got {value!r}; "
-                    f"{_REMEDIES.get(name, 'leave the option out')}"
-                )
+        only = _NEVER | {n: key.default for n, key in self.keys.items() if key.verdict == "refused"}
+        for name, wanted in only.items():
+            for group in (options, *self.param_groups):
+                if (value := group.get(name, wanted)) != wanted:
+                    remedy = self.keys[name].why if name in self.keys else "leave the option out"
+                    raise OptionError(
+                        f"{type(self).__name__} has {name}={wanted!r} only; got {value!r}; {remedy}"
+                    )
 
     @property
     def rule(self) -> Rule:
@@ -175,7 +164,6 @@ class OnebitAdam(Described):
         "params deepspeed lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay "
         "max_grad_norm amsgrad cuda_aware comm_backend_name"
     )
-    unused = ("bias_correction",)
 
 
 class FusedLamb(Described):
@@ -197,7 +185,6 @@ class FusedLion(Described):
 
     kind = "Lion"
     order = "params lr betas weight_decay set_grad_none"
-    own: ClassVar = {"betas": (0.9, 0.99)}
 
 
 class DeepSpeedCPULion(FusedLion):
@@ -212,7 +199,6 @@ class DeepSpeedCPUAdagrad(Described):
 
     kind = "Adagrad"
     order = "model_params lr eps weight_decay amsgrad fp32_optimizer_states"
-    own: ClassVar = {"lr": 1e-2, "eps": 1e-10}
 
 
 __getattr__ = absent("ops", globals())
