@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from zfun.errors import OptionError
-from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
+from zfun.interop.ds_config import KEYS, AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
 
 # The second name is the one that scripts for DeepSpeed set.
@@ -29,15 +29,10 @@ _DEFAULTS: dict[str, Any] = {
         if name not in inspect.signature(DDPStrategy).parameters and name != "config"
     },
 }
-# Lightning's function from arguments to a configuration, and its arguments; those of
-# zero_optimization are no parameters of the function.
+# Lightning's function from arguments to a configuration, and its parameters.
 _configured: Any = DeepSpeedStrategy._create_default_config
-_OF_ZERO = (
-    "stage sub_group_size contiguous_gradients overlap_comm allgather_partitions reduce_scatter "
-    "allgather_bucket_size reduce_bucket_size"
-)
-_OF_CONFIG = (*list(inspect.signature(_configured).parameters)[1:-1], *_OF_ZERO.split())
-_OF_FP16 = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
+_OF_CONFIG = list(inspect.signature(_configured).parameters)[1:-1]
+_PATHS = frozenset(key.path for key in KEYS)
 _DTYPES = {
     "32-true": torch.float32,
     "bf16-true": torch.bfloat16,
@@ -70,13 +65,19 @@ def divided(given: Mapping[str, Any], *more: str) -> tuple[dict[str, Any], dict[
 
 def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of DeepSpeed that the arguments describe."""
-    config = _configured(None, **{name: values[name] for name in _OF_CONFIG})
+    own = {name: values[name] for name in _OF_CONFIG}
+    config = _configured(None, **own, **_section(values, "zero_optimization"))
     # The account of the options has no lines of sections that are off.
     if not any(config["activation_checkpointing"].values()):
         del config["activation_checkpointing"]
     if "nvme" not in (values["offload_optimizer_device"], values["offload_params_device"]):
         del config["aio"]
     return {"gradient_clipping": 0.0, **config}
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments that are keys of a section too."""
+    return {key: value for key, value in values.items() if f"{name}.{key}" in _PATHS}
 
 
 def given_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
@@ -122,7 +123,7 @@ def recipe_of(
     if dtype is torch.bfloat16:
         whole.setdefault("bf16", {"enabled": True})
     if dtype is torch.float16 and config.get("fp16") is None:
-        whole["fp16"] = {"enabled": True, **{name: values[name] for name in _OF_FP16.split()}}
+        whole["fp16"] = {"enabled": True, **_section(values, "fp16")}
     recipe = from_ds_config(whole, auto=AutoValues(world_size=world_size, dtype=dtype))
     if recipe.autocast is not None:
         raise OptionError(
