@@ -9,9 +9,8 @@ that the strategy of the Trainer saves.
 ``_strategy``    the hooks of the Trainer
 ``_fabric``      the strategy for Fabric
 ``_options``     the arguments of ``DeepSpeedStrategy`` as options of ``zf.zero``
-``_precision``   the dtypes
+``_plugins``     the dtypes, and an average of the parameters
 ``_runs``        forward, backward and steps, on engines
-``_averaging``   an average of the parameters
 ``_checkpoint``  directories of ``zf.save``, and one file of them
 ===============  ==========================================================================
 """
@@ -19,10 +18,9 @@ that the strategy of the Trainer saves.
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from zfun.interop.lightning._averaging import EmaAveraging
 from zfun.interop.lightning._checkpoint import collate, read_directories
 from zfun.interop.lightning._fabric import ZfunFabricStrategy
-from zfun.interop.lightning._precision import ZfunPrecision
+from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision
 from zfun.interop.lightning._strategy import ZfunStrategy
 
 __all__ = ["EmaAveraging", "ZfunFabricStrategy", "ZfunPrecision", "ZfunStrategy", "collate"]

@@ -22,7 +22,7 @@ from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine
 from zfun.interop.lightning._options import divided, given_config, recipe_of
-from zfun.interop.lightning._precision import Dtypes
+from zfun.interop.lightning._plugins import Dtypes
 from zfun.interop.lightning._runs import (
     engines_of,
     groups_of,

@@ -29,9 +29,8 @@ from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
-from zfun.interop.lightning._averaging import EmaAveraging
 from zfun.interop.lightning._options import divided, given_config, recipe_of
-from zfun.interop.lightning._precision import ZfunPrecision
+from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision
 from zfun.interop.lightning._runs import (
     AutomaticRun,
     ManualRun,
