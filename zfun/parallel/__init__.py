@@ -13,9 +13,8 @@ from zfun.parallel._sequence import sequence_batch, sequence_piece, token_mean
 from zfun.parallel._sequence_ring import ring_attention
 from zfun.parallel._sequence_ulysses import check_heads as check_heads
 from zfun.parallel._sequence_ulysses import ulysses
-from zfun.parallel._tensor import tensor_parallel
+from zfun.parallel._tensor import tensor_parallel, vocab_cross_entropy
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle
-from zfun.parallel._tensor_vocabulary import vocab_cross_entropy
 from zfun.parallel._tiled import tiled
 from zfun.placement import Cut, Held
 

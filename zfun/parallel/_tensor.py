@@ -1,4 +1,4 @@
-"""Tensor parallelism as a transform of a loss."""
+"""Tensor parallelism as a transform of a loss, and the cross entropy of logits that it cuts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, tree
+from zfun import collectives, ops, tree
 from zfun.collectives import Group, LeafRecord, check_same, gather_values
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat
-from zfun.options import FUNCTION, GROUP, instance, integer, takes
+from zfun.options import FUNCTION, GROUP, Kind, instance, integer, one_of, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, call_with, model_axes
-from zfun.parallel._tensor_leaf import Region, StyledLeaf
+from zfun.parallel._tensor_leaf import leaf_for, own_rows
+from zfun.parallel._tensor_region import ALIKE, Region
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle, glob_of, styles_of
 from zfun.placement import Cut
 from zfun.transforms.call._lazy import check_graph
 from zfun.transforms.grads._value import WeightedMean
 
 _use_count = Tensor._use_count  # pyrefly: ignore[missing-attribute]
-# The same operations on all ranks give the same bits, and almost the same on some devices.
-_ALIKE = 1e-6
 _SEQUENCE = TensorStyle("sequence_parallel")
+_ENTROPY = "cross entropy"
+_LOGITS = Kind(
+    lambda x: isinstance(x, Tensor) and x.is_floating_point(),
+    ("a floating tensor",),
+    "torch.zeros(2, 8)",
+)
 
 
 @takes(
@@ -63,13 +68,14 @@ def tensor_parallel(
     ``replicated_with_grad_allreduce``    R            any, on values that differ between ranks,
                                                        such as a norm of each head; gradients
                                                        are added
+    ``replicated``                        R            any, on values that all ranks have alike
     ``sequence_parallel``                 R            a norm of this rank's tokens, whose
                                                        results are joined, or an embedding;
                                                        gradients are added
     ====================================  ===========  =========================================
 
-    Other leaves are whole, and used on whole values. Gradients of whole leaves are equal on all
-    ranks of the axis.
+    Other leaves are ``replicated``. A value that all ranks have, used on their parts, gets a part
+    of its gradient on each; ranks compare these in the first backward pass.
 
     Args:
         loss: ``(params, batch) -> scalar`` or ``(scalar, aux)``, written for whole parameters.
@@ -90,7 +96,8 @@ def tensor_parallel(
         OptionError: a style that does not exist or, from the returned loss, one that no leaf has;
             or an axis along which the loss is cut already.
         LeafError: where leaves are cut: an axis that does not divide a leaf or its heads.
-        PlacementError: from the returned loss: a function that a style does not know.
+        PlacementError: from the returned loss: a function that a style does not know; or, in the
+            first step, losses or gradients that differ where all ranks should have the same.
         SpecMismatch: from the returned loss: ranks have different plans.
 
     Example:
@@ -148,7 +155,7 @@ class _StyledLoss:
         self.axis = axis
         self.styles = styles
         self.sequence_dim = sequence_dim
-        self._known: dict[tree.Spec, list[tuple[str, TensorStyle | None]]] = {}
+        self._known: dict[tuple[tree.Spec, bool], list[tuple[str, TensorStyle | None]]] = {}
 
     @ops.uncompiled
     def __call__(self, params: tree.Tree, *batch: Any) -> Any:
@@ -158,21 +165,22 @@ class _StyledLoss:
                 "shard_params() around it: zf.shard_params(zf.tensor_parallel(loss, ...), group)"
             )
         leaves, spec = tree.flatten(params)
-        styles = self._known.get(spec)
+        key = spec, torch.is_grad_enabled()
+        styles = self._known.get(key)
         is_first = styles is None
         if styles is None:
-            styles = self._known[spec] = self._matched(params, leaves)
-        region = Region(self.axis, self.sequence_dim)
+            styles = self._known[key] = self._matched(params, leaves)
+        region = Region(self.axis, self.sequence_dim, compares=is_first)
         # By style too, because tied leaves may have one each.
-        made: dict[tuple[int, TensorStyle], StyledLeaf] = {}
+        made: dict[tuple[int, TensorStyle | None], Tensor] = {}
         for place, (leaf, (path, style)) in enumerate(zip(leaves, styles, strict=True)):
-            if style is not None and isinstance(leaf, Tensor):
-                key = id(leaf), style
-                if key not in made:
-                    made[key] = StyledLeaf.over(leaf, path, style, region)
-                leaves[place] = made[key]
+            if isinstance(leaf, Tensor) and (style is not None or region.compares):
+                tied = id(leaf), style
+                if tied not in made:
+                    made[tied] = leaf_for(region, leaf, path, style)
+                leaves[place] = made[tied]
         out = call_with(self.loss, params, spec, leaves, *batch)
-        if is_first and self.sequence_dim is not None and self.axis.size > 1:
+        if region.compares:
             self._check_whole(out)
         region.forget()
         # A graph holds a styled leaf only where an autograd.Function lost its gradient.
@@ -181,16 +189,24 @@ class _StyledLoss:
         return out
 
     def _check_whole(self, out: Any) -> None:
-        """Refuse a loss of cut activations: each rank would have that of its tokens alone."""
+        """Refuse a loss that differs between ranks, as one of the tokens of a rank does."""
         value = out[0] if type(out) is tuple else out
         total = value.total if isinstance(value, WeightedMean) else value
-        if not isinstance(total, Tensor) or total.numel() != 1:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if not isinstance(total, Tensor) or total.numel() != 1 or is_transformed:
             return  # a stage of a pipeline
         with torch.no_grad():
             mine = total.detach().reshape(()).double()
             found = gather_values(mine, self.axis, "loss of tensor_parallel()")
-        if ops.is_abstract(found) or torch.allclose(found, found[:1], _ALIKE, 0.0, equal_nan=True):
+        if ops.is_abstract(found) or torch.allclose(found, found[:1], ALIKE, 0.0, equal_nan=True):
             return
+        if self.sequence_dim is None:
+            raise PlacementError(
+                "all ranks of a tensor axis compute one loss of one batch; got "
+                f"{found.tolist()}; give a sampler the rank among the data ranks, seed dropout of "
+                "whole activations by that rank, and end cut activations by a 'rowwise' leaf or "
+                "zf.collectives.leave()"
+            )
         raise PlacementError(
             "with sequence_dim activations between the matrices are cut, and a loss is of all "
             f"tokens, so equal on all ranks of the axis; got {found.tolist()}; take it of the "
@@ -223,3 +239,79 @@ class _StyledLoss:
             with torch.no_grad():
                 check_same(entries, self.axis, "plan of tensor_parallel()")
         return list(zip(paths, found, strict=True))
+
+
+@takes(logits=_LOGITS, vocab_size=integer(1), reduction=one_of("mean", "sum", "none"))
+def vocab_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Group,
+    *,
+    vocab_size: int,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return the cross entropy of logits that are cut over the vocabulary: ``S -> R``.
+
+    No rank ever holds the whole logits: the ranks exchange three numbers per token, in two
+    messages, and nothing in backward::
+
+        rank               0           1               0     1
+        logits         [.1 .2]     [.3 .4]     ->     1.3   1.3
+
+    Cut logits come from a head of style ``colwise``. The caller shifts labels.
+
+    Args:
+        logits: this rank's columns, ``[..., vocabulary / size]``; equal numbers on all ranks.
+        labels: of the whole vocabulary, ``[...]``, equal on all ranks.
+        axis: the ranks.
+        vocab_size: columns of the whole logits; refuses logits that a head has joined.
+        ignore_index: the label of tokens that do not count.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``.
+
+    Returns:
+        The loss, equal on all ranks; in float32 where logits have fewer bits.
+
+    Raises:
+        OptionError: labels and logits have other shapes than said, or logits are whole.
+        IndexError: a label is not in the vocabulary.
+
+    Example:
+        >>> import zfun as zf
+        >>> logits, label = torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.tensor([2])
+        >>> def main(group):
+        ...     mine = logits.chunk(group.size, -1)[group.rank]
+        ...     return vocab_cross_entropy(mine, label, group, vocab_size=4)
+        >>> zf.simulate(2, main), torch.nn.functional.cross_entropy(logits, label)
+        ([tensor(1.3425), tensor(1.3425)], tensor(1.3425))
+    """
+    if logits.shape[:-1] != labels.shape or logits.dim() == 0:
+        raise OptionError(
+            "labels have the shape of logits without the vocabulary; got logits of shape "
+            f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}; reshape one of them"
+        )
+    if logits.shape[-1] * axis.size != vocab_size:
+        raise OptionError(
+            f"a rank has 1/{axis.size} of the vocabulary; got {logits.shape[-1]} columns of "
+            f"{vocab_size}; give the head the style 'colwise', because a tied head and "
+            "'colwise_gather_output' join the logits"
+        )
+    if logits.dtype.itemsize < 4:
+        logits = logits.float()
+    largest = _largest(logits.detach(), axis)
+    ignored = labels == ignore_index
+    own, is_elsewhere = own_rows(labels.masked_fill(ignored, 0), logits.shape[-1], axis)
+    shifted = logits - largest.unsqueeze(-1)
+    mine = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(is_elsewhere, 0)
+    parts = torch.stack([shifted.exp().sum(-1), mine])
+    total, label = collectives.leave(parts, axis, name=_ENTROPY).unbind()
+    losses = (total.log() - label).masked_fill(ignored, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def _largest(logits: Tensor, axis: Group) -> Tensor:
+    """Return the largest logit of each token, over all ranks."""
+    mine = logits.amax(-1).unsqueeze(0)
+    return collectives.all_gather(mine, axis, name=_ENTROPY).amax(0)

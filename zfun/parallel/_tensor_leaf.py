@@ -12,134 +12,34 @@ The functions know no module: the number of attention heads, for example, follow
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zfun import collectives, tree
 from zfun.collectives import Group
 from zfun.errors import PlacementError
-from zfun.parallel._tensor_styles import OUTPUT_CUT, SUMMED, USES, TensorStyle
+from zfun.parallel._tensor_region import NAME, Region
+from zfun.parallel._tensor_styles import OUTPUT_CUT, SUMMED, USES, WHOLE, TensorStyle
 from zfun.transforms.call._lazy import METADATA, BucketSource, LazyLeaf, tensor_of
 
-# Nodes of autograd whose results are their inputs, if the shapes are equal.
-_ALIASES = frozenset(["AliasBackward0", "SliceBackward0", "ViewBackward0"])
-# The name of messages of activations.
-_NAME = "activations"
+_REPLICATED = TensorStyle("replicated")
 
 
-class Region:
-    """The part of one call of a loss in which ranks differ, and its borders.
-
-    Args:
-        axis: the ranks.
-        sequence_dim: the dimension of the sequence, if activations outside are cut along it.
-    """
-
-    def __init__(self, axis: Group, sequence_dim: int | None) -> None:
-        self.axis = axis
-        self.sequence_dim = sequence_dim
-        self.source = BucketSource(lambda leaf: cast("StyledLeaf", leaf).value())
-        self._last = threading.local()
-        # Of sequences that norms have joined.
-        self._lengths: set[int] = set()
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return an activation for use with leaves that are cut; the same one for the same tensor.
-
-        So q, k and v share one sum in backward.
-        """
-        dim = self.sequence_dim
-        gathered = None if dim is None else self._gathered_of(x)
-        if gathered is not None:
-            return gathered
-        key, entered = getattr(self._last, "entered", (None, None))
-        # Tensors of inference mode count no writes.
-        version = torch.is_grad_enabled(), _version(x)
-        if key is not None and key[0]() is x and key[1] == version:
-            return cast("Tensor", entered)
-        if dim is None or self._is_whole(x.shape[dim]):
-            entered = collectives.enter(x, self.axis, name=_NAME)
-        else:
-            entered = collectives.all_gather(x, self.axis, dim, name=_NAME)
-        self._last.entered = ((weakref.ref(x), version), entered)
-        return entered
-
-    def _is_whole(self, length: int) -> bool:
-        """Whether an activation of a length has all tokens, because a norm has joined so many."""
-        if length not in self._lengths:
-            return False
-        if length * self.axis.size in self._lengths:
-            raise PlacementError(
-                "with sequence_dim the length of an activation says whether a rank has all of its "
-                f"tokens; got one of {length} tokens, in a loss whose sequences have {length} and "
-                f"{length * self.axis.size}, over {self.axis.size} ranks; pad one of the sequences"
-            )
-        return True
-
-    def join(self, x: Tensor) -> Tensor:
-        """Join the tokens of all ranks, after a norm.
-
-        The result is alike on all ranks, so backward keeps a piece of its cotangent. Leaves that
-        are cut get the same numbers with another way back, a reduce-scatter of what ranks add.
-        """
-        dim = self.sequence_dim
-        assert dim is not None
-        gathered = collectives.all_gather(x, self.axis, dim, name=_NAME)
-        self._lengths.add(gathered.shape[dim])
-        known = self._last.__dict__.setdefault("gathered", WeakTensorKeyDictionary())
-        if not gathered.requires_grad:
-            known[gathered] = None, _version(gathered)
-            return gathered
-        whole: Tensor = _Joined.apply(x, gathered.detach(), self.axis, dim)
-        known[whole] = gathered, _version(whole)
-        return whole
-
-    def _gathered_of(self, x: Tensor) -> Tensor | None:
-        """Return what leaves that are cut get in place of the result of a norm, if this is one."""
-        node = x.grad_fn
-        # A slice of all tokens, as models take before a head, is the same activation.
-        while node is not None and node.name() in _ALIASES:
-            node = node.next_functions[0][0]
-        for whole, (gathered, version) in getattr(self._last, "gathered", {}).items():
-            is_alias = node is not None and whole.grad_fn is node and whole.shape == x.shape
-            if (whole is x or is_alias) and version == _version(whole):
-                return x if gathered is None else cast("Tensor", gathered)
-        return None
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Add the parts of all ranks."""
-        if self.sequence_dim is None:
-            return collectives.leave(x, self.axis, name=_NAME)
-        return collectives.reduce_scatter(x, self.axis, self.sequence_dim, name=_NAME)
-
-    def forget(self) -> None:
-        """Let go of the activation that was used last."""
-        self._last.__dict__.clear()
-
-
-class _Joined(torch.autograd.Function):
-    """``S -> R`` of tokens that are gathered already, as :func:`zfun.collectives.leave`."""
-
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, gathered: Tensor, axis: Group, dim: int) -> Tensor:  # type: ignore[override]
-        ctx.place = axis.rank, axis.size, dim
-        return gathered.view_as(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rank, size, dim = ctx.place
-        return grad.chunk(size, dim)[rank], None, None, None
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+def leaf_for(region: Region, own: Tensor, path: str, style: TensorStyle | None) -> Tensor:
+    """Return a leaf for a loss, which knows its style or is whole."""
+    if style is not None:
+        return StyledLeaf.over(own, path, style, region)
+    if not own.requires_grad:
+        return own
+    compared = lambda x: region.alike(x.view_as(x), f"leaf {path!r}", path)
+    if not isinstance(own, LazyLeaf):
+        return compared(own)
+    source = BucketSource(lambda _: compared(tensor_of(own)))
+    return LazyLeaf(tuple(own.shape), own.dtype, own.device, True, path, source)
 
 
 class StyledLeaf(LazyLeaf):
@@ -175,9 +75,16 @@ class StyledLeaf(LazyLeaf):
         return tensor_of(piece) if isinstance(piece, LazyLeaf) else piece
 
     def value(self) -> Tensor:
-        """Return a whole leaf, whose gradient backward sums over the ranks."""
+        """Return a whole leaf, whose gradient backward sums over the ranks or compares."""
+        of = f"leaf {self.path!r}"
+        if self.style.name == "replicated":
+            own = self.tensor()
+            return self.region.alike(own.view_as(own), of, self.path)
         if self.style.name in SUMMED:
-            return collectives.enter(self.tensor(), self.region.axis, name="grads")
+            whole = collectives.enter(self.tensor(), self.region.axis, name="grads")
+            if self.style.name == "sequence_parallel":
+                return whole
+            return self.region.alike(whole, of, self.path, sums=True)
         raise self.refusal("a function that reads it")
 
     def refusal(self, use: str) -> PlacementError:
@@ -224,8 +131,9 @@ def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name == "__get__":
         name = f"an attribute ({getattr(func, '__self__', func)})"
     norms: list[StyledLeaf] = []
-    options = dict(zip(kwargs, _values(kwargs.values(), name, norms), strict=True))
-    out = func(*_values(args, name, norms), **options)
+    inputs = [*args, *kwargs.values()]
+    options = dict(zip(kwargs, _values(kwargs.values(), name, norms, inputs), strict=True))
+    out = func(*_values(args, name, norms, inputs), **options)
     if not norms:
         return out
     (norm, *_), dim = norms, norms[0].region.sequence_dim
@@ -234,18 +142,23 @@ def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return norm.region.join(out)
 
 
-def _values(arguments: Iterable[Any], name: str, norms: list[StyledLeaf]) -> list[Any]:
+def _values(
+    arguments: Iterable[Any], name: str, norms: list[StyledLeaf], inputs: Sequence[Any]
+) -> list[Any]:
     """Replace styled leaves by their values, and note those whose results are joined."""
     found: list[Any] = []
     for value in arguments:
         if type(value) is StyledLeaf:
-            if value.style.name not in SUMMED:
+            if value.style.name not in WHOLE:
                 raise value.refusal(name)
             if value.style.name == "sequence_parallel":
-                norms.append(value)
+                if any(map(value.region.is_joined, inputs)):
+                    value = StyledLeaf.over(value.piece, value.path, _REPLICATED, value.region)
+                else:
+                    norms.append(value)
             value = value.value()
         elif type(value) in (tuple, list):
-            value = type(value)(_values(value, name, norms))
+            value = type(value)(_values(value, name, norms, inputs))
         found.append(value)
     return found
 
@@ -259,18 +172,26 @@ def _linear(
     x = input
     if type(weight) is StyledLeaf and weight.style.name == "sequence_parallel":
         raise weight.refusal("F.linear")
-    if type(weight) is not StyledLeaf or weight.style.name in SUMMED or type(x) is StyledLeaf:
+    if type(weight) is not StyledLeaf or weight.style.name in WHOLE or type(x) is StyledLeaf:
         return cast("Tensor", _plainly(F.linear, (x, weight), {"bias": bias}))
     style, region = weight.style.name, weight.region
     rows = _bias_of(weight, bias)
     matrix = weight.tensor()
     if style in OUTPUT_CUT:
+        if x.shape[-1] != matrix.shape[-1]:
+            raise PlacementError(
+                f"a leaf of style {style!r} takes whole activations, of {matrix.shape[-1]} "
+                f"features; leaf {weight.path!r} met {x.shape[-1]} features; give the leaf before "
+                "it the style 'colwise_gather_output', or this one 'rowwise'",
+                leaf=weight.path,
+            )
         out = F.linear(region.enter(x), matrix, rows)
         if style in ("colwise_gather_output", "embedding_rowwise"):
-            out = collectives.leave(out, region.axis, -1, name=_NAME)
+            out = collectives.leave(out, region.axis, -1, name=NAME)
+            out = region.alike(out, f"the result of leaf {weight.path!r}")
         return out
     if style == "rowwise_split_input":
-        x = collectives.enter(x, region.axis, -1, name=_NAME)
+        x = collectives.enter(x, region.axis, -1, name=NAME)
     if x.shape[-1] != matrix.shape[-1]:
         raise PlacementError(
             f"a leaf of style {style!r} takes the activations that leaves of style 'colwise' make, "
@@ -290,6 +211,8 @@ def _bias_of(weight: StyledLeaf, bias: Tensor | None) -> Tensor | None:
         # Whether each rank adds the bias to tokens of its own.
         is_cut = weight.region.sequence_dim is not None and weight.style.name not in OUTPUT_CUT
         if bias.style.name in SUMMED and is_cut:
+            return bias.value()
+        if bias.style.name == "replicated" and not is_cut and weight.style.name not in OUTPUT_CUT:
             return bias.value()
         if (bias.style.name, bias.style.parts) == (weight.style.name, weight.style.parts):
             rows = bias.tensor()
@@ -314,12 +237,13 @@ def _embedding(
 ) -> Tensor:
     """``F.embedding`` with a table whose rows are cut: a rank looks up the ids that it has."""
     ids = input
-    if type(weight) is not StyledLeaf or weight.style.name not in (*SUMMED, "embedding_rowwise"):
+    if type(weight) is not StyledLeaf or weight.style.name not in (*WHOLE, "embedding_rowwise"):
         return cast("Tensor", _plainly(F.embedding, (ids, weight), {}))
     region, name = weight.region, weight.style.name
-    if name in SUMMED:
+    if name in WHOLE:
         if name == "sequence_parallel":
             assert region.sequence_dim is not None
+            region.has_cut = True
             ids = collectives.enter(ids, region.axis, region.sequence_dim)
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return F.embedding(ids, weight.value(), *options)
@@ -353,7 +277,7 @@ def own_rows(ids: Tensor, rows: int, axis: Group) -> tuple[Tensor, Tensor]:
 
 def _expert(leaf: Tensor, index: Any) -> Tensor:
     """The matrix of one expert, which has the style of all."""
-    if type(leaf) is not StyledLeaf or leaf.style.name in SUMMED:
+    if type(leaf) is not StyledLeaf or leaf.style.name in WHOLE:
         return cast("Tensor", _plainly(Tensor.__getitem__, (leaf, index), {}))
     is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)
     if leaf.dim() != 3 or not is_one:

@@ -22,9 +22,11 @@ USES: Mapping[str, str] = {
     "embedding_rowwise": "F.embedding(ids, leaf), and in F.linear(x, leaf) as a tied head",
     "sequence_parallel": "F.embedding(ids, leaf) or a norm, of this rank's tokens",
     "replicated_with_grad_allreduce": "any function of values that differ between ranks",
+    "replicated": "any function of values that all ranks have alike",
 }
 # Whole leaves, whose gradients are parts of a sum.
 SUMMED = frozenset(["sequence_parallel", "replicated_with_grad_allreduce"])
+WHOLE = SUMMED | {"replicated"}
 # The input of F.linear is whole, and the output is cut.
 OUTPUT_CUT = frozenset(["colwise", "packed_colwise", "colwise_gather_output", "embedding_rowwise"])
 
@@ -79,7 +81,7 @@ class TensorStyle:
                 f"leaf {path!r} over {size} ranks; use an axis whose size divides the heads",
                 leaf=path,
             )
-        if self.name in SUMMED or (self.name not in OUTPUT_CUT and len(shape) < 2):
+        if self.name in WHOLE or (self.name not in OUTPUT_CUT and len(shape) < 2):
             return None
         # A matrix is [out, in], and experts put a dimension before these two.
         dim = max(len(shape) - (2 if self.name in OUTPUT_CUT else 1), 0)
