@@ -179,7 +179,16 @@ class _StyledLoss:
                 if tied not in made:
                     made[tied] = leaf_for(region, leaf, path, style)
                 leaves[place] = made[tied]
-        out = call_with(self.loss, params, spec, leaves, *batch)
+        try:
+            out = call_with(self.loss, params, spec, leaves, *batch)
+        except RuntimeError as error:
+            if self.sequence_dim is not None and type(error) is RuntimeError:
+                error.add_note(
+                    "in a loss of tensor_parallel(sequence_dim=): results of a norm have all "
+                    "tokens, and those of an embedding or a rowwise matrix the tokens of a rank; "
+                    "zf.collectives.enter(x, axis, dim) and leave(x, axis, dim) change one to other"
+                )
+            raise
         if region.compares:
             self._check_whole(out)
         region.forget()

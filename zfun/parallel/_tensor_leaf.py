@@ -12,7 +12,7 @@ The functions know no module: the number of attention heads, for example, follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Self, cast
 
 import torch
@@ -25,8 +25,6 @@ from zfun.errors import PlacementError
 from zfun.parallel._tensor_region import NAME, Region
 from zfun.parallel._tensor_styles import OUTPUT_CUT, SUMMED, USES, WHOLE, TensorStyle
 from zfun.transforms.call._lazy import METADATA, BucketSource, LazyLeaf, tensor_of
-
-_REPLICATED = TensorStyle("replicated")
 
 
 def leaf_for(region: Region, own: Tensor, path: str, style: TensorStyle | None) -> Tensor:
@@ -131,20 +129,19 @@ def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name == "__get__":
         name = f"an attribute ({getattr(func, '__self__', func)})"
     norms: list[StyledLeaf] = []
-    inputs = [*args, *kwargs.values()]
-    options = dict(zip(kwargs, _values(kwargs.values(), name, norms, inputs), strict=True))
-    out = func(*_values(args, name, norms, inputs), **options)
+    options = dict(zip(kwargs, _values(kwargs.values(), name, norms), strict=True))
+    out = func(*_values(args, name, norms), **options)
     if not norms:
         return out
-    (norm, *_), dim = norms, norms[0].region.sequence_dim
-    if not isinstance(out, Tensor) or dim is None or out.dim() <= dim:
-        raise norm.refusal(name)
-    return norm.region.join(out)
+    region, dim = norms[0].region, norms[0].region.sequence_dim
+    values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    have_tokens = any(type(x) is not StyledLeaf and region.dim_of(x) is not None for x in values)
+    if not isinstance(out, Tensor) or dim is None or out.dim() <= dim or not have_tokens:
+        raise norms[0].refusal(name)
+    return region.join(out)
 
 
-def _values(
-    arguments: Iterable[Any], name: str, norms: list[StyledLeaf], inputs: Sequence[Any]
-) -> list[Any]:
+def _values(arguments: Iterable[Any], name: str, norms: list[StyledLeaf]) -> list[Any]:
     """Replace styled leaves by their values, and note those whose results are joined."""
     found: list[Any] = []
     for value in arguments:
@@ -152,13 +149,10 @@ def _values(
             if value.style.name not in WHOLE:
                 raise value.refusal(name)
             if value.style.name == "sequence_parallel":
-                if any(map(value.region.is_joined, inputs)):
-                    value = StyledLeaf.over(value.piece, value.path, _REPLICATED, value.region)
-                else:
-                    norms.append(value)
+                norms.append(value)
             value = value.value()
         elif type(value) in (tuple, list):
-            value = type(value)(_values(value, name, norms, inputs))
+            value = type(value)(_values(value, name, norms))
         found.append(value)
     return found
 
@@ -175,7 +169,7 @@ def _linear(
     if type(weight) is not StyledLeaf or weight.style.name in WHOLE or type(x) is StyledLeaf:
         return cast("Tensor", _plainly(F.linear, (x, weight), {"bias": bias}))
     style, region = weight.style.name, weight.region
-    rows = _bias_of(weight, bias)
+    rows = _bias_of(weight, bias, is_cut=style not in OUTPUT_CUT and region.dim_of(x) is not None)
     matrix = weight.tensor()
     if style in OUTPUT_CUT:
         if x.shape[-1] != matrix.shape[-1]:
@@ -203,13 +197,14 @@ def _linear(
     return out if rows is None else out + rows
 
 
-def _bias_of(weight: StyledLeaf, bias: Tensor | None) -> Tensor | None:
-    """Return the bias of a product, which is cut as the output is."""
+def _bias_of(weight: StyledLeaf, bias: Tensor | None, *, is_cut: bool) -> Tensor | None:
+    """Return the bias of a product, which is cut as the output is.
+
+    With ``is_cut`` each rank adds the bias to tokens of its own.
+    """
     if bias is None:
         return None
     if type(bias) is StyledLeaf:
-        # Whether each rank adds the bias to tokens of its own.
-        is_cut = weight.region.sequence_dim is not None and weight.style.name not in OUTPUT_CUT
         if bias.style.name in SUMMED and is_cut:
             return bias.value()
         if bias.style.name == "replicated" and not is_cut and weight.style.name not in OUTPUT_CUT:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zfun import collectives, ops
 from zfun.collectives import Group, gather_values
 from zfun.errors import PlacementError
-from zfun.transforms.call._lazy import BucketSource, LazyLeaf
+from zfun.transforms.call._lazy import BucketSource
 
 # Nodes of autograd whose results are their inputs, if the shapes are equal.
 _ALIASES = frozenset(["AliasBackward0", "SliceBackward0", "ViewBackward0"])
@@ -49,12 +49,20 @@ class Region:
         # Of sequences that norms have joined.
         self._lengths: set[int] = set()
 
+    def dim_of(self, x: Tensor) -> int | None:
+        """Return the dimension along which an activation is cut, outside of the part.
+
+        Activations without one, such as rows on their way to experts, are whole.
+        """
+        dim = self.sequence_dim
+        return None if dim is None or x.dim() < dim + 2 else dim
+
     def enter(self, x: Tensor) -> Tensor:
         """Return an activation for use with leaves that are cut; the same one for the same tensor.
 
         So q, k and v share one sum in backward.
         """
-        dim = self.sequence_dim
+        dim = self.dim_of(x)
         gathered = None if dim is None else self._gathered_of(x)
         if gathered is not None:
             return gathered
@@ -64,6 +72,7 @@ class Region:
         if key is not None and key[0]() is x and key[1] == version:
             return cast("Tensor", entered)
         if dim is None or self._is_whole(x.shape[dim]):
+            self._check_whole(x)
             entered = collectives.enter(x, self.axis, name=NAME)
         else:
             entered = collectives.all_gather(x, self.axis, dim, name=NAME)
@@ -92,8 +101,7 @@ class Region:
         dim = self.sequence_dim
         assert dim is not None
         gathered = collectives.all_gather(x, self.axis, dim, name=NAME)
-        self.has_cut &= x.shape[dim] not in self._lengths
-        self._check_pieces(gathered, dim)
+        self._check_pieces(gathered, dim, is_known=x.shape[dim] in self._lengths)
         self._lengths.add(gathered.shape[dim])
         known = self._last.__dict__.setdefault("gathered", WeakTensorKeyDictionary())
         if not gathered.requires_grad:
@@ -103,13 +111,17 @@ class Region:
         known[whole] = gathered, _version(whole)
         return self.alike(whole, "the result of a norm")
 
-    def _check_pieces(self, gathered: Tensor, dim: int) -> None:
-        """Refuse an activation that was not cut: all ranks have the same tokens."""
-        if not self.compares or self.has_cut or ops.is_abstract(gathered):
+    def _check_pieces(self, gathered: Tensor, dim: int, *, is_known: bool = False) -> None:
+        """Refuse an activation that was not cut: all ranks have the same tokens.
+
+        Known: another activation had as many tokens, over all ranks, as this one on each.
+        """
+        if not self._compares(gathered) or (self.has_cut and not is_known):
             return
         first, *others = gathered.detach().chunk(self.axis.size, dim)
+        # One token again and again, as in a batch of zeros, says nothing.
         is_constant = torch.equal(first, first.narrow(dim, 0, 1).expand_as(first))
-        if not is_constant and all(torch.equal(first, other) for other in others):
+        if (is_known or not is_constant) and all(torch.equal(first, x) for x in others):
             raise PlacementError(
                 "with sequence_dim each rank has tokens of its own; got the same "
                 f"{first.shape[dim]} tokens on all {self.axis.size} ranks; cut the input of a loss "
@@ -118,22 +130,43 @@ class Region:
             )
         self.has_cut = True
 
+    def _compares(self, x: Tensor) -> bool:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return self.compares and not is_transformed and not ops.is_abstract(x)
+
+    def _check_whole(self, x: Tensor) -> None:
+        """Refuse a value that all ranks must have, and that differs between them."""
+        if self._compares(x) and not self._are_alike(self._fingerprints(x), x):
+            raise PlacementError(
+                "leaves that cut the output of F.linear take an activation that all ranks of a "
+                f"tensor axis have; got others, of shape {tuple(x.shape)}; seed dropout of whole "
+                "activations by the data rank only, join tokens that are cut before they are "
+                "flattened, and give leaves before it styles"
+            )
+
     def alike(self, x: Tensor, of: str, path: str | None = None, *, sums: bool = False) -> Tensor:
         """Let backward compare the gradient of a value, which all ranks must use alike.
 
         With ``sums`` backward adds the gradients, so that they must not be equal.
         """
-        if not (self.compares and x.requires_grad) or ops.is_abstract(x):
-            return x
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if not (x.requires_grad and self._compares(x)):
             return x
 
         @torch.no_grad()
         def compare(grad: Tensor) -> None:
-            mine, most = _fingerprint(grad)
-            found = gather_values(mine, self.axis, "gradients of tensor_parallel()")
-            spread = (found.amax(0) - found.amin(0)).max()
-            if sums and spread == 0 and most != 0 and not torch.equal(grad, most.expand_as(grad)):
+            found = self._fingerprints(grad)
+            if not sums and not self._are_alike(found, grad):
+                raise PlacementError(
+                    f"all ranks of a tensor axis use a whole value alike; the gradient of {of} "
+                    f"differs between ranks, of sizes {found[:, 0].tolist()}, so that value met "
+                    "activations that are cut; write zf.collectives.enter(x, axis) where a whole "
+                    "value meets those, and give such a leaf the style "
+                    "'replicated_with_grad_allreduce'",
+                    leaf=path,
+                )
+            first = grad.flatten()[:1]
+            is_constant = torch.equal(grad, first.expand(grad.numel()).view_as(grad))
+            if sums and not is_constant and torch.equal(found, found[:1].expand_as(found)):
                 raise PlacementError(
                     "a leaf of style 'replicated_with_grad_allreduce' is used on values that "
                     f"differ between ranks; {of} has the same gradient on all ranks, whose sum is "
@@ -141,24 +174,25 @@ class Region:
                     "'replicated'",
                     leaf=path,
                 )
-            noise = max(ALIKE, torch.finfo(grad.dtype).eps / grad.numel() ** 0.5)
-            if not sums and spread > noise * found.amax():
-                raise PlacementError(
-                    "all ranks of a tensor axis use a whole value alike; the gradient of "
-                    f"{of} differs between ranks, of sizes {found[:, 0].tolist()}, so it met "
-                    "activations that are cut; write zf.collectives.enter(x, axis) where a whole "
-                    "value meets those, and give such a leaf the style "
-                    "'replicated_with_grad_allreduce'",
-                    leaf=path,
-                )
 
         x.register_hook(compare)
         return x
 
-    def is_joined(self, x: Any) -> bool:
-        """Whether a value is the result of a norm, which has all tokens."""
-        is_plain = isinstance(x, Tensor) and not isinstance(x, LazyLeaf)
-        return is_plain and self._gathered_of(x) is not None
+    @torch.no_grad()
+    def _fingerprints(self, x: Tensor) -> Tensor:
+        """Return two numbers of each rank, which depend on the places of large elements."""
+        rows = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        rows = torch.atleast_2d(rows).flatten(0, -2)
+        sizes = [torch.linalg.vector_norm(rows, 1, dim, dtype=torch.float64) for dim in (1, 0)]
+        ramps = [torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device) for x in sizes]
+        mine = torch.stack([x @ ramp for x, ramp in zip(sizes, ramps, strict=True)])
+        return gather_values(mine, self.axis, "values of tensor_parallel()")
+
+    @staticmethod
+    def _are_alike(found: Tensor, x: Tensor) -> bool:
+        noise = max(ALIKE, torch.finfo(x.dtype).eps / max(x.numel(), 1) ** 0.5)
+        # Not so for a step that is skipped, of numbers that are not finite.
+        return not bool((found.amax(0) - found.amin(0) > noise * found.amax(0)).any())
 
     def _gathered_of(self, x: Tensor) -> Tensor | None:
         """Return what leaves that are cut get in place of the result of a norm, if this is one."""
@@ -174,10 +208,11 @@ class Region:
 
     def leave(self, x: Tensor) -> Tensor:
         """Add the parts of all ranks."""
-        if self.sequence_dim is None:
+        dim = self.dim_of(x)
+        if dim is None:
             return self.alike(collectives.leave(x, self.axis, name=NAME), "a sum of parts")
         self.has_cut = True
-        return collectives.reduce_scatter(x, self.axis, self.sequence_dim, name=NAME)
+        return collectives.reduce_scatter(x, self.axis, dim, name=NAME)
 
     def forget(self) -> None:
         """Let go of the activation that was used last."""
@@ -196,14 +231,6 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rank, size, dim = ctx.place
         return grad.chunk(size, dim)[rank], None, None, None
-
-
-def _fingerprint(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two numbers, which depend on the places of large elements, and one element."""
-    rows = torch.atleast_2d(grad.detach()).flatten(0, -2)
-    sizes = [torch.linalg.vector_norm(rows, 1, dim, dtype=torch.float64) for dim in (1, 0)]
-    ramps = [torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device) for x in sizes]
-    return torch.stack([x @ ramp for x, ramp in zip(sizes, ramps, strict=True)]), rows[:1, :1]
 
 
 def _version(x: Tensor) -> int | None:

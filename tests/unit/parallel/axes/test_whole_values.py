@@ -86,6 +86,21 @@ def uncut(p: Any, ids: Tensor, axis: zf.Group) -> Tensor:
     return end(p, x + mlp(p, norm(x, p["norm"])))
 
 
+def rows(p: Any, ids: Tensor, axis: zf.Group) -> Tensor:
+    """Tokens without the dim of the sequence, as those on their way to experts."""
+    x = looked_up(p, ids)
+    h = mlp(p, norm(x, p["norm"]).flatten(0, 1)).unflatten(0, ids.shape)
+    return end(p, x + (enter(h, axis, 1) if axis.size > 1 else h))
+
+
+def flattened(p: Any, ids: Tensor, axis: zf.Group) -> Tensor:
+    return mlp(p, looked_up(p, ids).flatten(0, 1)).pow(3).sum()
+
+
+def added(p: Any, ids: Tensor, axis: zf.Group) -> Tensor:
+    return end(p, looked_up(p, ids) + norm(looked_up(p, ids), p["norm"]))
+
+
 def differs(p: Any, ids: Tensor, axis: zf.Group) -> Tensor:
     return end(p, looked_up(p, ids) * (1 + axis.rank))
 
@@ -110,10 +125,13 @@ CASES: dict[str, Case] = {
     "a whole gate of a sum": (gated, {"embed": "embedding_rowwise"}, None, "sum of parts|'norm'"),
     "a summed head": (head, {"router": SUMMED}, 1, "leaf 'router'.*2 times.*'replicated'"),
     "a whole head": (head, {"router": SAME}, 1, ""),
-    "a norm of a norm": (norms, {}, 1, ""),
+    "a norm of a norm": (norms, {}, 1, "the same 8 tokens .*'replicated'"),
+    "a whole norm of a norm": (norms, {"more": SAME, "last": SAME}, 1, ""),
     "a norm of all tokens": (doubled, {}, 1, "the same 8 tokens on all 2 ranks"),
     "a whole norm of all tokens": (doubled, {"last": SAME}, 1, ""),
     "an input that is not cut": (uncut, {}, 1, "the same 8 tokens on all 2 ranks"),
+    "rows of whole tokens": (rows, {}, 1, ""),
+    "rows of the tokens of a rank": (flattened, {}, 1, "activation that all ranks .* got others"),
     "ranks that compute other losses": (differs, {}, None, "one loss of one batch; got"),
 }
 
@@ -176,3 +194,31 @@ def test_a_batch_of_equal_tokens_is_no_mistake() -> None:
         return zero.step(state, torch.zeros_like(IDS))[1].loss
 
     zf.simulate(2, main)
+
+
+def test_an_error_of_torch_tells_what_is_cut() -> None:
+    def main(group: zf.Group) -> None:
+        cut = zf.tensor_parallel(lambda p, ids: added(p, ids, group), group, {}, sequence_dim=1)
+        cut(params(["embed", "norm", "last"]), IDS)
+
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        zf.simulate(2, main)
+    assert "results of a norm have all tokens" in str(caught.value.__notes__)
+
+
+def test_a_first_step_that_overflows_is_skipped_and_not_refused() -> None:
+    def main(group: zf.Group) -> Any:
+        loss = lambda p, x: (mlp(p, norm(x, p["norm"])) * 1e300 * 1e300).sum()
+        cut = zf.tensor_parallel(loss, group, CUT)
+        scale = zf.optim.dynamic_loss_scale()
+        zero = zf.zero(
+            0,
+            cut,
+            optim.sgd(0.1),
+            zf.collectives.single_group(),
+            precision=zf.Precision(loss_scale=scale),
+        )
+        state = zero.init(params(["norm", "up", "down"]))
+        return zero.step(state, torch.ones(2, WIDTH, dtype=torch.float64).cos())[1].skipped
+
+    assert zf.simulate(2, main) == [True, True]
