@@ -232,6 +232,27 @@ def test_recomputed_layers_and_leaves_that_are_gathered_change_no_number() -> No
     torch.testing.assert_close(narrow[0].double(), first[0], rtol=0.05, atol=0)
 
 
+@pytest.mark.parametrize("gathered", [(), ("head", "*.router")])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_of_other_leaves_is_sharded_over_data_ranks_alone(
+    stage: int, gathered: tuple[str, ...]
+) -> None:
+    def main(group: Group) -> list[int]:
+        mesh = zf.mesh(group, dp=2, ep=2)
+        loss = expert_parallel(loss_with(mixture_over(mesh["ep"])), mesh["ep"], gathered=gathered)
+        state = zf.zero(stage, loss, zf.optim.adamw(0.1), mesh["dp"]).init(params(WIDE))
+        flats = state.params, state.opt_state.mu
+        return [sum(map(torch.numel, flat.buffers)) for flat in flats]
+
+    whole = params(WIDE)
+    sizes = dict(zip(zf.tree.paths(whole), map(torch.numel, zf.tree.leaves(whole)), strict=True))
+    cut = sum(size for path, size in sizes.items() if ".experts." in path or gathered)
+    moments = cut // 4 + (sum(sizes.values()) - cut) // 2
+    found = zf.simulate(4, main)[0]
+    assert 0 <= found[1] - moments <= 32  # padding of the buckets
+    assert found[0] == found[1] * (1 if stage == 3 else 2)
+
+
 def test_a_plan_has_the_bytes_of_experts_that_are_chosen_alike() -> None:
     """Two layers of two exchanges each, forward and backward, but for the gradient of the batch."""
 
