@@ -76,6 +76,25 @@ def test_a_forgotten_sum_over_an_axis_names_the_leaf() -> None:
     assert "'replicated_with_grad_allreduce'" in text
 
 
+COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a softmax": lambda h: h.softmax(-1),
+    "halves": lambda h: torch.cat(h.chunk(2, -1)[::-1], -1),
+    "two heads of any width": lambda h: h.view(len(h), 2, -1).softmax(-1).view_as(h),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_function_of_all_columns_on_those_of_a_rank_is_found(name: str) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return F.linear(COLUMNS[name](F.linear(x, p["up"])), p["down"]).pow(3).mean()
+
+    leaves, styles = params()[0], {"up": "colwise", "down": "rowwise"}
+    del leaves["gain"]
+    cut = lambda mesh: zf.tensor_parallel(loss, mesh["tp"], styles)
+    with pytest.raises(AssertionError, match=r"stage 0 over the mesh dp=1, tp=2"):
+        assert_invariant(loss, leaves, BATCH, optim.sgd(0.1), cut, mesh={"dp": 1, "tp": 2})
+
+
 def test_a_wrong_divisor_names_the_axis_that_has_its_size() -> None:
     def halved(mesh: Any) -> Any:
         cut = zf.tensor_parallel(plain, mesh["tp"], PLAN)
