@@ -15,7 +15,7 @@ from zfun.flat import Flat
 from zfun.options import FUNCTION, GROUP, Kind, instance, integer, one_of, takes
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, call_with, model_axes
 from zfun.parallel._tensor_leaf import leaf_for, own_rows
-from zfun.parallel._tensor_region import ALIKE, Region
+from zfun.parallel._tensor_region import Region, are_alike
 from zfun.parallel._tensor_styles import StylePlan, TensorStyle, glob_of, styles_of
 from zfun.placement import Cut
 from zfun.transforms.call._lazy import check_graph
@@ -207,7 +207,7 @@ class _StyledLoss:
         with torch.no_grad():
             mine = total.detach().reshape(()).double()
             found = gather_values(mine, self.axis, "loss of tensor_parallel()")
-        if ops.is_abstract(found) or torch.allclose(found, found[:1], ALIKE, 0.0, equal_nan=True):
+        if ops.is_abstract(found) or are_alike(found, total):
             return
         if self.sequence_dim is None:
             raise PlacementError(

@@ -27,7 +27,7 @@ _ALIASES = frozenset(["AliasBackward0", "SliceBackward0", "ViewBackward0"])
 # The name of messages of activations.
 NAME = "activations"
 # The same operations on all ranks give the same bits, and almost the same on some devices.
-ALIKE = 1e-6
+_ALIKE = 1e-6
 
 
 class Region:
@@ -136,7 +136,7 @@ class Region:
 
     def _check_whole(self, x: Tensor) -> None:
         """Refuse a value that all ranks must have, and that differs between them."""
-        if self._compares(x) and not self._are_alike(self._fingerprints(x), x):
+        if self._compares(x) and not are_alike(self._fingerprints(x), x):
             raise PlacementError(
                 "leaves that cut the output of F.linear take an activation that all ranks of a "
                 f"tensor axis have; got others, of shape {tuple(x.shape)}; seed dropout of whole "
@@ -155,7 +155,7 @@ class Region:
         @torch.no_grad()
         def compare(grad: Tensor) -> None:
             found = self._fingerprints(grad)
-            if not sums and not self._are_alike(found, grad):
+            if not sums and not are_alike(found, grad):
                 raise PlacementError(
                     f"all ranks of a tensor axis use a whole value alike; the gradient of {of} "
                     f"differs between ranks, of sizes {found[:, 0].tolist()}, so that value met "
@@ -166,7 +166,8 @@ class Region:
                 )
             first = grad.flatten()[:1]
             is_constant = torch.equal(grad, first.expand(grad.numel()).view_as(grad))
-            if sums and not is_constant and torch.equal(found, found[:1].expand_as(found)):
+            is_same = torch.equal(found, found[:1].expand_as(found)) and found.isfinite().all()
+            if sums and is_same and not is_constant:
                 raise PlacementError(
                     "a leaf of style 'replicated_with_grad_allreduce' is used on values that "
                     f"differ between ranks; {of} has the same gradient on all ranks, whose sum is "
@@ -187,12 +188,6 @@ class Region:
         ramps = [torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device) for x in sizes]
         mine = torch.stack([x @ ramp for x, ramp in zip(sizes, ramps, strict=True)])
         return gather_values(mine, self.axis, "values of tensor_parallel()")
-
-    @staticmethod
-    def _are_alike(found: Tensor, x: Tensor) -> bool:
-        noise = max(ALIKE, torch.finfo(x.dtype).eps / max(x.numel(), 1) ** 0.5)
-        # Not so for a step that is skipped, of numbers that are not finite.
-        return not bool((found.amax(0) - found.amin(0) > noise * found.amax(0)).any())
 
     def _gathered_of(self, x: Tensor) -> Tensor | None:
         """Return what leaves that are cut get in place of the result of a norm, if this is one."""
@@ -217,6 +212,15 @@ class Region:
     def forget(self) -> None:
         """Let go of the activation that was used last."""
         self._last.__dict__.clear()
+
+
+def are_alike(found: Tensor, x: Tensor) -> bool:
+    """Whether numbers of all ranks are equal, up to the noise of sums of elements like those of x.
+
+    Numbers that are not finite count as equal, because their step is skipped.
+    """
+    noise = max(_ALIKE, 8 * torch.finfo(x.dtype).eps / max(x.numel(), 1) ** 0.5)
+    return not bool((found.amax(0) - found.amin(0) > noise * found.abs().amax(0)).any())
 
 
 class _Joined(torch.autograd.Function):
