@@ -116,7 +116,7 @@ class Region:
 
         Known: another activation had as many tokens, over all ranks, as this one on each.
         """
-        if not self._compares(gathered) or (self.has_cut and not is_known):
+        if not self._compares() or (self.has_cut and not is_known) or ops.is_abstract(gathered):
             return
         first, *others = gathered.detach().chunk(self.axis.size, dim)
         # One token again and again, as in a batch of zeros, says nothing.
@@ -130,13 +130,12 @@ class Region:
             )
         self.has_cut = True
 
-    def _compares(self, x: Tensor) -> bool:
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        return self.compares and not is_transformed and not ops.is_abstract(x)
+    def _compares(self) -> bool:
+        return self.compares and torch._C._functorch.peek_interpreter_stack() is None
 
     def _check_whole(self, x: Tensor) -> None:
         """Refuse a value that all ranks must have, and that differs between them."""
-        if self._compares(x) and not are_alike(self._fingerprints(x), x):
+        if self._compares() and not are_alike(self._fingerprints(x), x):
             raise PlacementError(
                 "leaves that cut the output of F.linear take an activation that all ranks of a "
                 f"tensor axis have; got others, of shape {tuple(x.shape)}; seed dropout of whole "
@@ -149,12 +148,14 @@ class Region:
 
         With ``sums`` backward adds the gradients, so that they must not be equal.
         """
-        if not (x.requires_grad and self._compares(x)):
+        if not (x.requires_grad and self._compares()):
             return x
 
         @torch.no_grad()
         def compare(grad: Tensor) -> None:
             found = self._fingerprints(grad)
+            if ops.is_abstract(found):
+                return
             if not sums and not are_alike(found, grad):
                 raise PlacementError(
                     f"all ranks of a tensor axis use a whole value alike; the gradient of {of} "
@@ -219,6 +220,8 @@ def are_alike(found: Tensor, x: Tensor) -> bool:
 
     Numbers that are not finite count as equal, because their step is skipped.
     """
+    if ops.is_abstract(found):
+        return True
     noise = max(_ALIKE, 8 * torch.finfo(x.dtype).eps / max(x.numel(), 1) ** 0.5)
     return not bool((found.amax(0) - found.amin(0) > noise * found.abs().amax(0)).any())
 

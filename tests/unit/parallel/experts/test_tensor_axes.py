@@ -131,6 +131,7 @@ def test_a_tensor_axis_in_a_pipeline_of_experts_changes_nothing(stage: int, sche
 
 def test_the_plan_of_a_pipeline_of_experts_is_the_run_and_folds() -> None:
     Mixture(SIZES, stage=1).check(rank=3)
+    Mixture(SIZES, stage=3).check(rank=0, steps=1)  # in which ranks compare
     case = Mixture({**SIZES, "pp": 4}, stage=3, num_micro_batches=4, bucket_bytes=2**20)
     plan, folded = case.plan(0), case.plan(0, fold=True)
     assert folded.stages == plan.stages
