@@ -64,6 +64,8 @@ def use(kernels: str) -> Iterator[None]:
 
 def is_abstract(x: Tensor) -> bool:
     """Whether a tensor has a shape and no numbers: ``meta`` or fake."""
+    if type(x) in _PLAIN_TYPES:
+        return x.is_meta
     from torch._subclasses.fake_tensor import FakeTensor
 
     return x.is_meta or isinstance(x, FakeTensor)
@@ -129,10 +131,9 @@ def is_plain(*tensors: Tensor) -> bool:
 
 def as_array(x: Tensor) -> Any:
     """View a plain tensor as the array that compiled CPU kernels take."""
-    dtype = x.dtype
-    carrier = _CARRIERS[dtype]
-    x = x.detach()
-    return x.numpy() if carrier is dtype else x.view(carrier).numpy()
+    carrier = _CARRIERS[x.dtype]
+    x = x.detach() if x.requires_grad else x
+    return x.numpy() if carrier is x.dtype else x.view(carrier).numpy()
 
 
 def number(dtype: torch.dtype) -> Any:

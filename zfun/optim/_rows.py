@@ -176,6 +176,8 @@ def _dense(x: Tensor) -> Tensor:
 
 def flat_view(x: Tensor) -> Tensor:
     """View a tensor as a real vector, a complex number as two; copy only if not contiguous."""
+    if x.dim() == 1 and x.is_contiguous() and not (x.requires_grad or x.is_complex() or x.is_neg()):
+        return x
     dense = _dense(x)
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.reshape(-1)

@@ -85,7 +85,7 @@ def test_a_peer_that_never_answers_is_lost_in_time(
     text = describe(CALL, 3, torch.float32)
     for peer in (peers[0], peers[2]):
         for _ in range(3):
-            index = peer.note_start(Stream.PARAMS, text)
+            index = peer.note_start(Stream.PARAMS, text.__str__)
         peer.follow(Stream.PARAMS, index, lambda: False, lambda verdict: None)
     with _group(world, store, _StandIn(passed=2)) as group:
         monkeypatch.setattr(dist.ProcessGroup, "abort", abort)

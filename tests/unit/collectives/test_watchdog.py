@@ -47,7 +47,7 @@ def _watchdogs(store: Any, size: int, patience_s: float = 60.0) -> list[Watchdog
 def _all_wait(watchdogs: list[Watchdog], texts: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for watchdog, text in zip(watchdogs, texts, strict=True):
-            index = watchdog.note_start(Stream.GRADS, text)
+            index = watchdog.note_start(Stream.GRADS, text.__str__)
             stack.enter_context(watchdog.waiting(Stream.GRADS, index))
         yield
 
@@ -107,7 +107,7 @@ def test_ranks_that_wait_for_each_other_are_found_wherever_they_stand() -> None:
     watchdogs = _watchdogs(dist.HashStore(), 4)
     with contextlib.ExitStack() as stack:
         for rank, streams in enumerate([[Stream.GRADS], [*Stream], [Stream.PARAMS], [*Stream]]):
-            indices = [watchdogs[rank].note_start(stream, stream.name) for stream in streams]
+            indices = [watchdogs[rank].note_start(x, x.name.__str__) for x in streams]
             stack.enter_context(watchdogs[rank].waiting(streams[0], indices[0]))
         for _ in range(4):
             for watchdog in watchdogs:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zfun as zf
 from zfun import optim
@@ -286,3 +288,52 @@ def test_donated_parameters_keep_their_memory(stage: int, size: int) -> None:
 
     for found in zf.simulate(size, main):
         assert len(set(found)) == len(found) // 3
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+class Sent(TorchDispatchMode):
+    """Operations, the buffers of a state that they take, and the numbers of the host."""
+
+    def __init__(self, state: zf.recipes.ZeroState) -> None:
+        super().__init__()
+        buffers = [x for x in zf.tree.leaves((state.params, state.opt_state)) if x.ndim]
+        self.places = {_memory(x): place for place, x in enumerate(buffers)}
+        self.rows: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = tree_leaves((args, kwargs))
+        buffers = [self.places.get(_memory(x)) for x in values if isinstance(x, Tensor)]
+        # Integers are shapes, of which the exact sums of the CPU have any.
+        self.rows.append((func, buffers, [x for x in values if isinstance(x, float)]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "is_repeated"),
+    [
+        (optim.sgd(0.1, momentum=0.9), True),
+        (optim.lion(0.1), True),
+        (optim.adagrad(0.1), True),
+        (optim.adamw(0.1), False),
+        (optim.sgd(lambda count: 0.1 / (1 + count)), False),
+    ],
+    ids=["sgd", "lion", "adagrad", "adamw", "schedule"],
+)
+def test_a_replay_would_repeat_the_numbers_of_a_step(
+    optimizer: zf.Optimizer, is_repeated: bool, stage: int
+) -> None:
+    """Bias corrections and schedules alone are numbers of the host that change between steps."""
+    zero = zf.zero(stage, loss_fn, optimizer, zf.process_group(), max_skipped=None)
+    state, found = zero.init(params()), []
+    for _ in range(3):
+        with Sent(state) as sent:
+            state, _ = zero.step(state, BATCH)
+        found.append(sent)
+    first, second = found[1:]
+    assert first.places == second.places
+    assert [row[:2] for row in first.rows] == [row[:2] for row in second.rows]
+    assert (first.rows == second.rows) is is_repeated

@@ -67,9 +67,14 @@ from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, break_connections, transport_errors
 from zfun.collectives.backends._diagnosis import Verdict
 
-# torch 2.13 gives these two a new name and warns about the old one.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The functions of torch.distributed check more than they start. torch 2.13 renames both methods.
+_all_gather_into: Callable[..., Any] = (
+    getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+)
+_reduce_scatter_into: Callable[..., Any] = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None)
+    or dist.ProcessGroup._reduce_scatter_base
+)
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NUM_MARKS = 256
@@ -199,15 +204,15 @@ class NativeGroup(ProcessGroup):
         check_collective(call, x, out, self.size)
         self._check_open()
         is_of_host = (
-            x.device.type == "cpu" != self._device.type
-            and call.stream is Stream.CONTROL
+            call.stream is Stream.CONTROL
             and isinstance(call.op, AllGather)
+            and x.device.type == "cpu" != self._device.type
             and dist.is_gloo_available()
         )
         goes_over_host = is_of_host and self._has_met
         self._has_met |= is_of_host
         device = x.device if goes_over_host else self._device
-        sent = x.detach()
+        sent = x.detach() if x.requires_grad else x
         if sent.is_conj() or sent.is_neg() or sent.device != device:
             sent = sent.resolve_conj().resolve_neg().to(device)
         received = (
@@ -215,16 +220,16 @@ class NativeGroup(ProcessGroup):
             if out is not None and out.device == device
             else sent.new_empty(call.op.output_numel(x.numel(), self.size))
         )
-        text = describe(call, x.numel(), x.dtype)
+        text = functools.partial(describe, call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
         try:
-            works = (
-                [self._gather_over_host(sent, received)]
+            work = (
+                self._gather_over_host(sent, received)
                 if goes_over_host
                 else self._issue(call, sent, received)
             )
         except RuntimeError:
-            with self._explained(call, text, index), transport_errors(None):
+            with self._explained(call, text(), index), transport_errors(None):
                 raise
 
         def wait() -> Tensor:
@@ -233,8 +238,7 @@ class NativeGroup(ProcessGroup):
             # The watchdog looks for a rank that is late while an error is explained.
             with self._watchdog.waiting(call.stream, index):
                 try:
-                    for work in works:
-                        work.wait()
+                    work.wait()
                     if not goes_over_host:
                         self._follow(call, text, index)
                     if isinstance(call.op, Reduce) and call.op.root != self.rank:
@@ -247,7 +251,7 @@ class NativeGroup(ProcessGroup):
                     if is_of_host:
                         self._connect_hosts()
                 except RuntimeError:
-                    with self._explained(call, text, index), transport_errors(None):
+                    with self._explained(call, text(), index), transport_errors(None):
                         raise
             return result if out is None else out
 
@@ -265,7 +269,7 @@ class NativeGroup(ProcessGroup):
             store, limit = dist.PrefixStore("host", self._store), timedelta(seconds=self._timeout_s)
             self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
 
-    def _follow(self, call: Collective, text: str, index: int) -> None:
+    def _follow(self, call: Collective, text: Callable[[], str], index: int) -> None:
         if self._marks is None or (
             self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         ):
@@ -273,9 +277,11 @@ class NativeGroup(ProcessGroup):
         fail = functools.partial(self._fail, call, text, index)
         self._watchdog.follow(call.stream, index, self._marks[call.stream].add(), fail)
 
-    def _fail(self, call: Collective, text: str, index: int, verdict: Verdict) -> None:
+    def _fail(
+        self, call: Collective, text: Callable[[], str], index: int, verdict: Verdict
+    ) -> None:
         if self._failure is None:
-            self._failure = self._watchdog.conclude(verdict, *self._names(call, text, index))
+            self._failure = self._watchdog.conclude(verdict, *self._names(call, text(), index))
 
     def _part(
         self, store: dist.Store, ranks: Sequence[int], parts: Sequence[Sequence[int]]
@@ -295,28 +301,30 @@ class NativeGroup(ProcessGroup):
         streams = self._split(self._streams, parts) if _bound_device() is not None else None
         return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks], streams=streams)
 
-    def _issue(self, call: Collective, x: Tensor, out: Tensor) -> list[Any]:
+    def _issue(self, call: Collective, x: Tensor, out: Tensor) -> Any:
         stream = self._streams[call.stream]
+        if x.is_complex():
+            x, out = torch.view_as_real(x), torch.view_as_real(out)
         match call.op:
             case AllGather():
-                return [_all_gather_into(out, x, group=stream, async_op=True)]
+                return _all_gather_into(stream, out, x)
             case ReduceScatter():
-                return [_reduce_scatter_into(out, x, group=stream, async_op=True)]
+                return _reduce_scatter_into(stream, out, x)
             case AllToAll():
-                return [dist.all_to_all_single(out, x, group=stream, async_op=True)]
+                return dist.all_to_all_single(out, x, group=stream, async_op=True)
             case UnequalAllToAll() as op:
                 parts = [*op.received], [*op.sent]
-                return [dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)]
+                return dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)
             case AllReduce():
-                return [dist.all_reduce(out.copy_(x), group=stream, async_op=True)]
+                return dist.all_reduce(out.copy_(x), group=stream, async_op=True)
             case Broadcast(root):
-                return [dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)]
+                return dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)
             case Reduce(root):
-                return [dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)]
+                return dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)
             case Permute(destinations):
                 sent, received = [0] * self.size, [0] * self.size
                 sent[destinations[self.rank]] = received[call.op.sources[self.rank]] = x.numel()
-                return [dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)]
+                return dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)
 
     def _interrupt(self) -> None:
         if self._host is not None:

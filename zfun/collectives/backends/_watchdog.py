@@ -108,7 +108,7 @@ class Watchdog:
         self._holder = holder
         self._patience_s = patience_s
         self._limit_s = limit_s
-        self._recent: list[collections.deque[tuple[int, str]]] = [
+        self._recent: list[collections.deque[tuple[int, Callable[[], str]]]] = [
             collections.deque(maxlen=_KEPT_CALLS) for _ in Stream
         ]
         self._started = [0] * len(Stream)
@@ -125,8 +125,8 @@ class Watchdog:
         self._looking = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def note_start(self, stream: Stream, text: str) -> int:
-        """Number the next collective of a stream."""
+    def note_start(self, stream: Stream, text: Callable[[], str]) -> int:
+        """Number the next collective of a stream; ``text`` describes it if a look needs that."""
         index = self._started[stream]
         self._started[stream] += 1
         self._recent[stream].append((index, text))
@@ -134,7 +134,8 @@ class Watchdog:
 
     def waiting(self, stream: Stream, index: int) -> _Wait:
         """Watch over a wait."""
-        self._start_thread()
+        if self._thread is None:
+            self._start_thread()
         return _Wait(self._waits, (stream, index))
 
     def follow(
@@ -152,7 +153,8 @@ class Watchdog:
             done: whether the collective is complete; called from any thread.
             fail: hears why the collective cannot complete, before the waits are ended.
         """
-        self._start_thread()
+        if self._thread is None:
+            self._start_thread()
         self._followed.add(stream, index, done, fail)
 
     def explain(
@@ -222,9 +224,8 @@ class Watchdog:
             waiting -= {*news.left, *news.errors}
 
     def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="zfun watchdog", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(self._patience_s):
@@ -297,7 +298,7 @@ class Watchdog:
 
     def _status(self, *, left: bool = False) -> Status:
         recent = {
-            str(int(stream)): {str(index): text for index, text in list(self._recent[stream])}
+            str(int(stream)): {str(index): text() for index, text in list(self._recent[stream])}
             for stream in Stream
         }
         waiting = sorted({*dict(self._waits), *self._followed.firsts()})

@@ -202,7 +202,7 @@ class ExchangeGroup(ProcessGroup):
             else out
         )
         text = describe(call, x.numel(), x.dtype)
-        index = self._watchdog.note_start(call.stream, text)
+        index = self._watchdog.note_start(call.stream, lambda: text)
         with torch.no_grad(), self._explained(call, text, index):
             finish = self._begin(call, text, index, x, result.detach())
 

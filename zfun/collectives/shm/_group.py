@@ -39,7 +39,7 @@ class SharedGroup(ProcessGroup):
         self._check_open()
         text = describe(call, x.numel(), x.dtype)
         sent = self._memory.send(call, text, _plain(x), None if out is None else _plain(out))
-        self._watchdog.note_start(call.stream, text)
+        self._watchdog.note_start(call.stream, lambda: text)
 
         def wait() -> Tensor:
             self._check_process()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfun.ops._tensors import as_array, compiled, is_plain, number, wide
+from zfun.ops._tensors import as_array, is_plain, number, wide
 from zfun.ops.numba._compile import entry, in_parts, jit
 from zfun.ops.numba._float_bits import narrow, rounded, widen
 from zfun.ops.numba._simd import fma, place
@@ -264,8 +264,8 @@ def step(
         return False
     kernel, in_order = _RULES[rule]
     run, kind = entry(kernel), number(wide(param.dtype))
-    arrays = [as_array(x) for x in (param, _readable(grad, wide(param.dtype)), *moments)]
-    arrays.append(_target(param, change))
+    tensors = (param, _readable(grad, wide(param.dtype)), *moments)
+    arrays = [*map(as_array, tensors), _target(param, change)]
     numbers = tuple(map(kind, in_order(constants, scale)))
     in_parts(param.numel(), lambda begin, end: run(*arrays, begin, end, numbers))
     torch.autograd.graph.increment_version([*moments, param if change is None else change])
@@ -345,7 +345,7 @@ def _target(param: Tensor, change: Tensor | None) -> Any:
 
 
 def _takes(param: Tensor, *others: Tensor) -> bool:
-    return compiled() and is_plain(param, *others) and all(x.dtype == param.dtype for x in others)
+    return is_plain(param, *others) and all(x.dtype is param.dtype for x in others)
 
 
 def _readable(grad: Tensor, dtype: torch.dtype) -> Tensor:

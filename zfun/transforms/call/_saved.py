@@ -52,8 +52,8 @@ class SavedViews:
 
     def __init__(self, num_buckets: int) -> None:
         self.blocks: list[_Uses] = []
-        # The node and the bucket of each saved view.
-        self._views: list[tuple[int, int]] = []
+        # Each saved view as backward will meet it: see _in_order().
+        self._views: list[tuple[int, int, tuple[int, ...]]] = []
         # The nodes that need buckets, and the buckets of each recomputed block, in order.
         self._needs: list[tuple[Sequence[int], tuple[int, ...]]] = []
         # The next node at each first use of a bucket, the bucket, and whether the use is in a block
@@ -61,6 +61,7 @@ class SavedViews:
         self._uses: list[tuple[int, int, bool]] = []
         self._first_number = _next_number()
         self._marks = [[bucket] for bucket in range(num_buckets)]
+        self._alone = [(bucket,) for bucket in range(num_buckets)]
         # The bucket of each storage.
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
 
@@ -81,7 +82,7 @@ class SavedViews:
         if found is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         bucket, _ = found
-        self._views.append((_next_number() - 1, bucket))
+        self._views.append((_next_number() - 1, 1, self._alone[bucket]))
         # A plain tuple, because torch 2.15 makes views from no other type of shape.
         return (
             self._marks[bucket],
@@ -156,20 +157,20 @@ class SavedViews:
         ready: dict[int, int],
     ) -> None:
         """Add the numbers of the nodes behind roots, and of the last to run before each bucket."""
-        todo = list(roots)
+        todo, first = list(roots), self._first_number
         for root in todo:
             if root in nodes:
-                ready[nodes[root]] = self._first_number
+                ready[nodes[root]] = first
         while todo:
             node = todo.pop()
             number = node._sequence_nr()
             # A smaller number is of a graph that the batch brought along.
-            if number < self._first_number or number in reached:
+            if number < first or number in reached:
                 continue
             reached.add(number)
             for following, _ in node.next_functions:
-                bucket = nodes.get(following)
-                if bucket is not None:
+                if following in nodes:
+                    bucket = nodes[following]
                     ready[bucket] = min(number, ready.get(bucket, number))
                 elif following is not None:
                     todo.append(following)
@@ -181,7 +182,8 @@ class SavedViews:
             for (number, bucket, is_unknown), end in zip(self._uses, ends, strict=False)
             if is_unknown
         ]
-        events = [(number, 1, (bucket,)) for number, bucket in self._views if number in reached]
+        # The node, 1 for a use and 0 for a complete bucket, and the buckets.
+        events = [view for view in self._views if view[0] in reached]
         events += [
             (number, 1, buckets)
             for numbers, buckets in [*self._needs, *unknown]

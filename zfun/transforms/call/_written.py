@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -23,9 +24,8 @@ def check_unwritten(
     changed = [view._version for view in views]
     if marks is not None:
         changed = [*map(operator.or_, changed, map(operator.ne, marks_of(views), marks))]
-    for slot, is_changed in zip(slots, changed, strict=True):
-        if is_changed:
-            raise written(slot.path)
+    if any(changed):
+        raise written(next(itertools.compress(slots, changed)).path)
 
 
 def marks_of(leaves: Sequence[Tensor]) -> list[int]:
