@@ -299,6 +299,17 @@ def _reduced(func: Any) -> Callable[..., Tensor]:
     return shape
 
 
+def _folded(func: Any) -> Callable[..., Tensor]:
+    """A sum of patches, in memory that is as long as the patches."""
+
+    def shape(x: Tensor, *args: Any) -> Tensor:
+        out = func(x, *args)
+        longest = max(x.numel(), out.numel())
+        return out.new_empty(longest).as_strided(out.shape, out.stride())
+
+    return shape
+
+
 def _grouped_product(func: Any) -> Callable[..., Tensor]:
     """A product of groups, of any dtype, with rows of whole 16 bytes."""
     del func
@@ -365,6 +376,7 @@ _SHAPES: Mapping[Any, Callable[[Any], Callable[..., Any]]] = {
     aten.smooth_l1_loss.default: _reduced,
     aten.binary_cross_entropy.default: _reduced,
     aten.soft_margin_loss.default: _reduced,
+    aten.col2im.default: _folded,
     aten._grouped_mm.default: _grouped_product,
     aten.mkldnn_rnn_layer.default: _lstm_layer,
 }

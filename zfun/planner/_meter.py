@@ -278,15 +278,16 @@ def _device_of(x: Tensor) -> torch.device:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in arguments of operations, which are lists, tuples and dicts at most."""
+    """Return the tensors in arguments of operations, which are lists, tuples and dicts at most.
+
+    A sparse gradient has no storage itself: its indices and values do.
+    """
     if isinstance(value, Tensor):
-        return [value]
+        return [value._indices(), value._values()] if value.is_sparse else [value]
     found: list[Tensor] = []
     parts = value.values() if isinstance(value, dict) else value
     for part in parts if isinstance(value, (list, tuple, dict)) else ():
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, (list, tuple, dict)):
+        if isinstance(part, (Tensor, list, tuple, dict)):
             found += tensors_in(part)
     return found
 

@@ -93,7 +93,14 @@ class Shapes:
 
 def _answered(func: Any, args: Any, kwargs: Any) -> Any:
     try:
-        return shape_of(func, args)(*args, **kwargs)
+        out = shape_of(func, args)(*args, **kwargs)
+        if isinstance(out, Tensor) and out.is_sparse and not len(out._values()):
+            raise ZfunError(
+                "a plan follows sparse gradients up to a dense sum; got a sparse result of "
+                f"{func.overloadpacket.__name__}(), for which torch knows no number of rows; take "
+                "sparse=False"
+            )
+        return out
     except DynamicOutputShapeException as error:
         raise ZfunError(
             "a plan needs shapes that do not depend on data; got "

@@ -270,6 +270,38 @@ def test_the_plan_of_a_reduced_loss_equals_a_real_step(name: str) -> None:
     check(make, {"w": torch.ones(24, 40)}, torch.ones(8, 24), 2)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_plan_of_patches_equals_a_real_step(size: int) -> None:
+    """Backward of patches allocates as much as these, which is more than the image."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        patches = F.unfold((x @ params["w"]).unsqueeze(1), size)
+        return F.fold(patches, (9, 12), size).square().mean()
+
+    make = lambda group: zf.zero(2, loss, zf.optim.adamw(0.1), group)
+    check(make, {"w": torch.ones(24, 12)}, torch.ones(4, 9, 24), 2)
+
+
+def embedded(params: Any, rows: Tensor) -> Tensor:
+    return (F.embedding(rows, params["table"], sparse=True) @ params["w"]).square().mean()
+
+
+TABLE = {"table": torch.ones(50, 24), "w": torch.ones(24, 30)}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": HALF}, {"num_micro_batches": 3}], ids=str)
+def test_the_plan_of_a_sparse_gradient_equals_a_real_step(options: Any) -> None:
+    loss = lambda params, rows: embedded(params, rows) + params["table"].float().mean()
+    make = lambda group: zf.zero(3, loss, zf.optim.adamw(0.1), group, **options)
+    check(make, TABLE, torch.arange(12).reshape(3, 4), 2)
+
+
+def test_a_sum_of_sparse_gradients_is_refused_by_name() -> None:
+    loss = lambda params, rows: embedded(params, rows) + embedded(params, rows + 1)
+    with pytest.raises(zf.ZfunError, match=r"a sparse result of add\(\).*take sparse=False"):
+        planned(loss, TABLE, torch.arange(12), "cpu")
+
+
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
 def test_the_plan_of_a_product_of_groups_equals_a_real_step(dtype: torch.dtype) -> None:
     """torch's own shape function takes bfloat16 alone, and pads no rows."""
