@@ -218,7 +218,7 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
     """Return the directory of one checkpoint.
 
     Args:
-        path: a directory of checkpoints, or the directory of one checkpoint.
+        path: a directory of checkpoints, or the directory of one checkpoint under any name.
         step: the step; by default the newest.
         files: the operations on files.
 
@@ -236,8 +236,12 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
         '/step-00000007'
     """
     files = files_of(path, files)
-    if step is None and STEP.fullmatch(Path(path).name) and is_whole(str(path), files):
-        return str(path)
+    if step is None and is_whole(str(path), files):
+        with explaining(str(path), "looking for a manifest"):
+            has_manifest = files.sizes([f"{path}/{MANIFEST}"])[0] is not None
+        # A copy of a checkpoint has any name; a directory of checkpoints may have that of a step.
+        if has_manifest or (STEP.fullmatch(Path(path).name) and not steps(path, files=files)):
+            return str(path)
     newest = latest(path, files=files) if step is None else None
     known = steps(path, files=files)
     found = newest or next((one for one in known if one.step == step), None)

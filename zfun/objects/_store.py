@@ -298,7 +298,8 @@ def _file_system(url: str) -> Any:
             f"{url} needs a package that is not installed; got {error}; pip install "
             "'zfun[object]' for S3, or the package that the error names"
         ) from error
-    except ValueError as error:
+    except Exception as error:
+        # Some file systems, such as that of zip://, cannot be made without options.
         raise OptionError(
             f"an address begins with a protocol of fsspec, such as s3:// or gs://; got {url}: "
             f"{error}; correct the address"

@@ -178,7 +178,9 @@ TEXT = Kind(lambda x: isinstance(x, str), ("a string",), "'w'")
 FUNCTION = function("a function", "lambda *args: ...")
 OF_LEAVES = function("a function of path and leaf", "lambda path, leaf: leaf.ndim > 1")
 PATH = Kind(
-    lambda x: isinstance(x, Path) or (isinstance(x, str) and x != ""), ("a path",), "'data'"
+    lambda x: isinstance(x, (str, Path)) and str(x) != "" and "\0" not in str(x),
+    ("a path",),
+    "'data'",
 )
 TENSOR = Kind(lambda x: isinstance(x, Tensor), ("a tensor",), "torch.zeros(2)")
 SCALAR = Kind(

@@ -24,7 +24,7 @@ from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed, PowerLos
 from zfun.checkpoint import latest, read_manifest, step_path, steps
 from zfun.checkpoint._remove import stale
 from zfun.checkpoint.format import digest_of
-from zfun.errors import CheckpointError, CorruptCheckpoint, ZfunError
+from zfun.errors import CheckpointError, CorruptCheckpoint, OptionError, ZfunError
 from zfun.files import Files
 from zfun.testing import assert_same_bits
 
@@ -244,6 +244,17 @@ def test_paths_that_cannot_be_read_are_errors_of_checkpoints(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"looking for a directory failed") as caught:
         read_manifest(tmp_path / ("x" * 5000))
     assert caught.value.errno == errno.ENAMETOOLONG
+    for use in (zf.save, zf.load):
+        with pytest.raises(OptionError, match=r"must be a path; got 'a.x00b'"):
+            use("a\0b", state_of(0.0))
+
+
+def test_a_checkpoint_loads_under_any_name(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "step-00000001", tmp_path / "the best")
+    assert loaded(tmp_path / "the best") == 1
+    # A directory of checkpoints may be named like a step.
+    save_step(tmp_path / "step-00000009", 3, None, 1)
+    assert loaded(tmp_path / "step-00000009") == 3
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -284,6 +284,8 @@ def test_addresses_are_checked_where_they_enter(tmp_path: Path) -> None:
         zf.load("s3:/bucket/run", state)
     with pytest.raises(OptionError, match=r"begins with a protocol of fsspec.* got nothing://x"):
         zf.load("nothing://x", state)
+    with pytest.raises(OptionError, match=r"begins with a protocol of fsspec.* got zip://x"):
+        zf.load("zip://x", state)
     with pytest.raises(OptionError, match=r"files= has the operations of the store"):
         zf.save("memory://bucket/run", state, step=1, files=zf.files.Files())
     with pytest.raises(CheckpointError, match=r"memory://bucket/none must have a checkpoint"):
