@@ -6,6 +6,7 @@
 
 from zfun.checkpoint._background import Saved, check_saves
 from zfun.checkpoint._directory import SavedStep, latest, read_manifest, step_path, steps
+from zfun.checkpoint._directory import manifest_at as manifest_at
 from zfun.checkpoint._fill import read_leaf
 from zfun.checkpoint._load import Loaded, load
 from zfun.checkpoint._save import save

@@ -257,6 +257,23 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
     return found.path
 
 
+def manifest_at(
+    path: str | Path, step: int | None = None, files: Files | None = None
+) -> tuple[str, Manifest]:
+    """Return the directory of one checkpoint, as :func:`step_path` does, and the manifest.
+
+    Look again where a writer has removed the newest one meanwhile.
+    """
+    files = files_of(path, files)
+    while True:
+        chosen = step_path(path, step, files=files)
+        try:
+            return chosen, read_manifest(chosen, files=files)
+        except CheckpointError:
+            if step is not None or chosen == str(path) or is_whole(chosen, files):
+                raise
+
+
 def name_for(path: str, step: int, files: Files) -> str:
     """Return the name of a new checkpoint of a step, which no other directory has."""
     try:

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from zfun import ops, tree
 from zfun.checkpoint._background import settle
-from zfun.checkpoint._directory import FILES, is_whole, read_manifest, step_path
+from zfun.checkpoint._directory import FILES, is_whole, manifest_at
 from zfun.checkpoint._fill import fill
 from zfun.checkpoint._match import Match, match
 from zfun.checkpoint._parts import Part, group_of, is_over_model_axes, parts_of, slots_of, ties_of
@@ -138,7 +138,7 @@ def load(
         def choose(like: tree.Tree = like) -> _Found:
             parts = parts_of(like)
             _check_apart(parts)
-            chosen, manifest = _manifest_at(str(path), step, files)
+            chosen, manifest = manifest_at(path, step, files)
             leaves = match(parts, manifest, everyone, cast=cast, reset=reset, elsewhere=elsewhere)
             rank = everyone.rank
             mine = [
@@ -192,16 +192,6 @@ def keys_elsewhere(like: tree.Tree, group: Group) -> frozenset[str]:
     found = (slots_of(part) for part in parts if isinstance(part.value, Flat))
     keys += [*ties_of(parts), *(slot.key for slots in found for slot in slots)]
     return frozenset(key for side in gather_json(keys, group, "checkpoint keys") for key in side)
-
-
-def _manifest_at(path: str, step: int | None, files: Files) -> tuple[str, Manifest]:
-    while True:
-        chosen = step_path(path, step, files=files)
-        try:
-            return chosen, read_manifest(chosen, files=files)
-        except CheckpointError:
-            if step is not None or chosen == path or is_whole(chosen, files):
-                raise
 
 
 def _set(found: _Found, rng: Mapping[str, Any] | bool | None, loader: Any) -> None:

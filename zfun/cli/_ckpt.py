@@ -179,10 +179,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _other_values(args: argparse.Namespace) -> list[str]:
     from zfun import checkpoint
 
-    one, two = (
-        checkpoint.read_manifest(checkpoint.step_path(path)).values
-        for path in (args.path, args.other)
-    )
+    one, two = (checkpoint.manifest_at(path)[1].values for path in (args.path, args.other))
     return [
         f"{key}: {one.get(key)!r} and {two.get(key)!r}"
         for key in dict.fromkeys([*one, *two])

@@ -21,6 +21,7 @@ import torch
 import zfun as zf
 from tests.conftest import FORM
 from tests.faulty_files import EVERY, KILL, SHORT, FaultyFiles, Killed, PowerLoss
+from zfun import checkpoint
 from zfun.checkpoint import latest, read_manifest, step_path, steps
 from zfun.checkpoint._remove import stale
 from zfun.checkpoint.format import digest_of
@@ -224,6 +225,39 @@ def test_a_reader_looks_again_while_a_writer_prunes(
     assert zf.simulate(size, main) == [2 + times] * size
     with pytest.raises(CheckpointError, match="must have a checkpoint of step 2"):
         zf.load(base, state_of(-1.0), step=2)
+
+
+TOOLS: dict[str, Callable[[Path], Any]] = {
+    "list": lambda path: "damaged" not in checkpoint.inspect(path),
+    "verify": lambda path: not checkpoint.verify(path).problems,
+    "leaves": lambda path: checkpoint.leaves(path)["count"].load().item() == 2,
+    "state": lambda path: checkpoint.training_state(path).params["b"].load()[0] == 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("ending", "name"),
+    [*(("manifest.json", name) for name in TOOLS), *((".safetensors", name) for name in TOOLS)],
+)
+def test_tools_do_not_take_a_checkpoint_that_a_writer_prunes_for_damaged(
+    base: Path, ending: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, left = Files.open, [1]
+
+    def opened(files: Files, path: str, flags: int) -> int:
+        if path.endswith(ending) and left:
+            left.clear()
+            save_step(base, 2, None, 1, keep=1)
+        return plain(files, path, flags)
+
+    monkeypatch.setattr(Files, "open", opened)
+    if ending == "manifest.json" or name in ("list", "verify"):
+        assert TOOLS[name](base)
+        return
+    # A leaf that is loaded later belongs to the checkpoint that was opened.
+    with pytest.raises(CheckpointError, match=r"another process has removed") as caught:
+        TOOLS[name](base)
+    assert not isinstance(caught.value, CorruptCheckpoint)
 
 
 def test_a_damaged_manifest_of_the_only_checkpoint_is_damage(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
-from zfun.checkpoint.format._manifest import FileEntry, Manifest, digest_of
+from zfun.checkpoint.format._manifest import MANIFEST, FileEntry, Manifest, digest_of
 from zfun.checkpoint.format._write import chunk_of, explaining
-from zfun.errors import CorruptCheckpoint
+from zfun.errors import CheckpointError, CorruptCheckpoint
 from zfun.files import Files, aligned, open_direct
 from zfun.objects import files_of
 
@@ -139,6 +139,12 @@ class Payload:
                 flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
                 fd, _ = open_direct(self._files, path, flags)
             except FileNotFoundError:
+                if self._files.sizes([f"{self.directory}/{MANIFEST}"]) == [None]:
+                    raise CheckpointError(
+                        f"a checkpoint stays while it is read; got {self.directory}, which another "
+                        "process has removed; load another one, or save with a larger keep=",
+                        path=path,
+                    ) from None
                 raise CorruptCheckpoint(
                     f"{path} must be there, because the manifest names it; got no such file; load "
                     "another checkpoint",

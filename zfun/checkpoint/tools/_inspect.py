@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zfun.checkpoint._directory import read_manifest, step_path, steps
+from zfun.checkpoint._directory import is_whole, manifest_at, read_manifest, step_path, steps
 from zfun.checkpoint._remove import stale
 from zfun.checkpoint.format._manifest import MANIFEST, LeafEntry, Manifest
 from zfun.checkpoint.format._payload import Payload, Want
@@ -50,8 +50,7 @@ def inspect(path: str | Path, step: int | None = None) -> str:
         found = _listing(str(path))
         if found is not None:
             return found
-    directory = step_path(path, step)
-    return _description(read_manifest(directory))
+    return _description(manifest_at(path, step)[1])
 
 
 def _is_one(path: str | Path) -> bool:
@@ -65,6 +64,8 @@ def _listing(path: str) -> str | None:
         try:
             found = read_manifest(one.path)
         except CheckpointError as error:
+            if not is_whole(one.path, files_of(path)):
+                continue
             rows.append((str(one.step), "-", "-", "-", f"{name}: damaged: {error}"))
             continue
         counts = (str(one.step), str(len(found.leaves)), in_bytes(found.num_bytes))
@@ -203,6 +204,14 @@ def verify(path: str | Path, step: int | None = None) -> Verified:
     known = steps(path) if step is None else []
     # The newest one, damaged or not.
     directory = known[-1].path if known else step_path(path, step)
+    found = _verified(directory)
+    if found.problems and not is_whole(directory, files_of(path)):
+        # A writer has removed it meanwhile.
+        return verify(path, step)
+    return found
+
+
+def _verified(directory: str) -> Verified:
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:

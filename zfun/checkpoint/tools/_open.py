@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zfun import sources
-from zfun.checkpoint._directory import read_manifest, step_path
+from zfun.checkpoint._directory import manifest_at
 from zfun.checkpoint._fill import read_leaf
 from zfun.checkpoint._parts import join
 from zfun.checkpoint.format._manifest import LeafEntry, Manifest
@@ -47,8 +47,7 @@ def leaves(path: str | Path, step: int | None = None) -> Source:
         ...     leaves(path)["w"].load()
         tensor([1., 1., 1.])
     """
-    directory = step_path(path, step)
-    return _leaves(directory, read_manifest(directory))
+    return _leaves(*manifest_at(path, step))
 
 
 def _leaves(directory: str, manifest: Manifest, *, of_rank_0: bool = False) -> Source:
@@ -108,8 +107,7 @@ def training_state(
         ...     list(found.params), list(found.moments), found.step
         (['w'], ['mu', 'nu'], 1)
     """
-    directory = step_path(path, step)
-    manifest = read_manifest(directory)
+    directory, manifest = manifest_at(path, step)
     everything = _leaves(directory, manifest, of_rank_0=True)
     above = "" if params == "." else params.rpartition(".")[0] or "."
     found = _beneath(everything, params, manifest.masters if masters else {})

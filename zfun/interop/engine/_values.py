@@ -286,9 +286,9 @@ def parts_of(state: Any) -> tuple[list[str], list[Any]]:
 
 def trained_in(path: str | Path, step: int | None) -> tuple[str, list[str]]:
     """Return the path of a checkpoint, and the leaves that its run has trained."""
-    chosen = checkpoint.step_path(path, step)
-    keys = [entry.key.partition(".") for entry in checkpoint.read_manifest(chosen).leaves]
-    return str(chosen), [name for part, _, name in keys if part == "params"]
+    chosen, manifest = checkpoint.manifest_at(path, step)
+    keys = [entry.key.partition(".") for entry in manifest.leaves]
+    return chosen, [name for part, _, name in keys if part == "params"]
 
 
 def no_loss(params: Any, batch: Any) -> Any:

@@ -104,7 +104,7 @@ class Directory(NamedTuple):
 
 def opened(path: str | Path, *, weights_only: bool | None = None) -> Directory:
     """Open a directory, without a group."""
-    data = decode(zcheckpoint.read_manifest(zcheckpoint.step_path(path)).data)
+    data = decode(zcheckpoint.manifest_at(path)[1].data)
     if not isinstance(data, dict) or data.get("lightning") != _FORMAT:
         raise CheckpointError(
             f"a directory for ckpt_path= is one that ZfunStrategy has saved; got {str(path)!r}, "
