@@ -112,10 +112,10 @@ class _Saving(Saved):
             if self.error is not None:
                 raise self.error
             return self.path
-        # All ranks have started their threads when all have come here.
-        barrier(group)
-        _UNDER_WAY.pop(group, None)
         try:
+            # All ranks have started their threads when all have come here.
+            barrier(group)
+            _UNDER_WAY.pop(group, None)
             self._end_together(group)
         except BaseException as error:
             # The thread ends its waits too, because the process waits for the thread.

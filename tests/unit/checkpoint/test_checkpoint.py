@@ -462,6 +462,40 @@ def test_an_error_that_names_another_rank_is_raised_too(tmp_path: Path) -> None:
     assert steps(tmp_path) == []
 
 
+def test_a_wait_that_is_broken_off_ends_the_save_of_this_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process waits for the thread, which must not wait for the other rank's report."""
+    is_over = threading.Event()
+
+    class Slow(Files):
+        def sync(self, fd: int) -> None:
+            is_over.wait(60.0)
+            super().sync(fd)
+
+    def broken_off(group: zf.Group) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("zfun.checkpoint._background.barrier", broken_off)
+
+    def main(group: zf.Group) -> bool:
+        state = {"params": zf.shard({"w": torch.ones(3000)}, group)}
+        files = Slow() if group.rank else Files()
+        saving: Any = zf.save(
+            tmp_path, state, step=1, background=True, files=files, timeout_s=100.0
+        )
+        with pytest.raises(InterruptedError):
+            saving.wait()
+        if group.rank:
+            return True
+        saving._thread.join(30.0)
+        ended = saving.done
+        is_over.set()
+        return ended
+
+    assert zf.simulate(2, main) == [True, True]
+
+
 def test_a_state_without_tensors_is_saved_in_the_background(tmp_path: Path) -> None:
     def main(group: Any) -> Any:
         zf.save(tmp_path, {"tokens": 7}, step=1, group=group, background=True).wait()
