@@ -87,16 +87,21 @@ def steps(path: str | Path, *, files: Files | None = None) -> list[SavedStep]:
 def named(path: str, files: Files) -> Iterator[tuple[int, int, str]]:
     """Yield step, attempt and name of every directory that is named like a step."""
     with explaining(path, "listing the checkpoints"):
-        try:
-            names = files.names(path)
-        except FileNotFoundError:
-            return
-        matches = [match for name in names if (match := STEP.fullmatch(name))]
-        for match, is_whole in zip(
-            matches, are_whole([f"{path}/{match[0]}" for match in matches], files), strict=True
-        ):
-            if is_whole:
-                yield int(match[1]), int(match[2] or 0), match[0]
+        matches: dict[str, re.Match[str]] = {}
+        before: list[str] | None = None
+        whole: list[bool] = []
+        # A writer may publish a newer one, and remove all of these, before they are looked at.
+        while not any(whole) and [*matches] != before:
+            before = [*matches]
+            try:
+                names = files.names(path)
+            except FileNotFoundError:
+                return
+            matches = {name: match for name in names if (match := STEP.fullmatch(name))}
+            whole = are_whole([f"{path}/{name}" for name in matches], files)
+        for (name, match), is_there in zip(matches.items(), whole, strict=True):
+            if is_there:
+                yield int(match[1]), int(match[2] or 0), name
 
 
 def are_whole(paths: Sequence[str], files: Files) -> list[bool]:
@@ -246,7 +251,14 @@ def step_path(path: str | Path, step: int | None = None, *, files: Files | None 
     known = steps(path, files=files)
     found = newest or next((one for one in known if one.step == step), None)
     if found is None and step is None and known:
-        read_manifest(known[-1].path, files=files)
+        # The newest one is damaged, published since, or removed since.
+        found = known[-1]
+        try:
+            read_manifest(found.path, files=files)
+        except CheckpointError:
+            if is_whole(found.path, files):
+                raise
+            return step_path(path, files=files)
     if found is None:
         have = ", ".join(str(one.step) for one in known[-8:]) or "none"
         raise CheckpointError(

@@ -185,7 +185,14 @@ class Job:
 
     def _check_visible(self, manifest: Manifest) -> None:
         with explaining(self.temporary, "listing the files of all ranks"):
-            seen = self.files.names(self.temporary)
+            try:
+                seen = self.files.names(self.temporary)
+            except FileNotFoundError:
+                if self.files.is_disk:
+                    raise
+                raise self._refused(Path(self.final).name) from None
+        if not self.files.is_disk and CLAIM not in seen:
+            raise self._refused(Path(self.final).name)
         for entry in manifest.files:
             if entry.name not in seen:
                 raise CheckpointError(

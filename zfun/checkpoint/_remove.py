@@ -19,8 +19,11 @@ def prune(path: str, keep: int | None, published: str, files: Files) -> None:
     assert published_step is not None
     if keep is None and published_step[2] is None:
         return
-    newest = {Path(one.path).name for one in steps(path, files=files)[-(keep or 0) or None :]}
-    for step, _, name in list(named(path, files)):
+    # One list, because another job may publish between two.
+    found = sorted(named(path, files))
+    by_step = {step: name for step, _, name in found}
+    newest = {*[*by_step.values()][-(keep or 0) or None :]}
+    for step, _, name in found:
         is_again = step == int(published_step[1]) and name != published
         is_old = keep is not None and name not in newest
         if name != published and (is_again or is_old):
@@ -28,8 +31,9 @@ def prune(path: str, keep: int | None, published: str, files: Files) -> None:
                 remove_step(path, name, files)
     if keep is not None and not files.is_disk:
         with contextlib.suppress(OSError):
-            oldest = min(one.step for one in steps(path, files=files)[-keep:])
-            _remove_given_up(path, oldest, files)
+            # None is left where another job has removed all.
+            for oldest in steps(path, files=files)[-keep:][:1]:
+                _remove_given_up(path, oldest.step, files)
 
 
 def remove_step(path: str, name: str, files: Files) -> None:

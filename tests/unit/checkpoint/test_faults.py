@@ -283,6 +283,22 @@ def test_paths_that_cannot_be_read_are_errors_of_checkpoints(tmp_path: Path) -> 
             use("a\0b", state_of(0.0))
 
 
+@pytest.mark.parametrize("failing", ["open", "sizes"])
+def test_retention_removes_nothing_where_the_disk_fails(base: Path, failing: str) -> None:
+    """A checkpoint that cannot be read now is not a damaged one."""
+
+    def fail(*args: Any) -> Any:
+        if "step-00000001" in str(args):
+            raise OSError(errno.EIO, "injected")
+        return getattr(Files, failing)(files, *args)
+
+    files = Files()
+    setattr(files, failing, fail)
+    with pytest.raises(CheckpointError, match="injected"):
+        checkpoint.prune(base, keep=1, dry_run=False, files=files)
+    assert [step for step, _ in steps(base)] == [0, 1]
+
+
 def test_a_checkpoint_loads_under_any_name(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base / "step-00000001", tmp_path / "the best")
     assert loaded(tmp_path / "the best") == 1

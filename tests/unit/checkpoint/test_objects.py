@@ -204,6 +204,18 @@ def test_of_two_jobs_on_one_path_one_is_refused(root: str) -> None:
     assert [step for step, _ in steps(root)] == [1, 7]
     assert loaded(root) == 7
 
+    class Before(Objects):
+        """Another job saves before this one looks for the files of its ranks."""
+
+        def names(self, path: str) -> list[str]:
+            if path.endswith("step-00000008"):
+                save_step(root, 9, keep=1)
+            return super().names(path)
+
+    with pytest.raises(CheckpointError, match=r"one job saves to memory.* took over step-00000008"):
+        save_step(root, 8, files=Before(root))
+    assert [step for step, _ in steps(root)] == [9]
+
     class Racing(Objects):
         """Another job claims the same directory at the same time."""
 
@@ -211,9 +223,72 @@ def test_of_two_jobs_on_one_path_one_is_refused(root: str) -> None:
             Objects(root).create(path, b"another")
             super().create(path, data)
 
-    with pytest.raises(CheckpointError, match=r"one job saves to memory.* took over step-00000008"):
-        save_step(root, 8, files=Racing(root))
-    assert loaded(root) == 7
+    with pytest.raises(CheckpointError, match=r"one job saves to memory.* took over step-00000010"):
+        save_step(root, 10, files=Racing(root))
+    assert loaded(root) == 9
+
+
+def test_a_reader_lists_again_while_a_writer_prunes(root: str) -> None:
+    class Meanwhile(Objects):
+        """A writer publishes and prunes after each of three lists."""
+
+        left = 3
+
+        def names(self, path: str) -> list[str]:
+            found = super().names(path)
+            if self.left:
+                self.left -= 1
+                save_step(root, 5 - self.left, keep=1)
+            return found
+
+    save_step(root, 1)
+    assert [one.step for one in steps(root, files=Meanwhile(root))] == [5]
+    assert zf.load(root, state_of(-1.0), files=Meanwhile(root)).step == 5
+    save_step(root, 6, keep=1)
+    assert zf.load(root, state_of(-1.0), files=Meanwhile(root)).step == 6
+
+
+@pytest.mark.parametrize("tool", [False, True])
+def test_retention_does_not_remove_what_another_job_publishes_meanwhile(
+    root: str, tool: bool
+) -> None:
+    class Meanwhile(Objects):
+        """Another job publishes after a list in which step 2 is."""
+
+        # prune() looks first whether there are any.
+        left = 2 if tool else 1
+
+        def names(self, path: str) -> list[str]:
+            found = super().names(path)
+            if path == root and self.get(f"{root}/step-00000002/manifest.json"):
+                self.left -= 1
+                if not self.left:
+                    save_step(root, 9)
+            return found
+
+    save_step(root, 1)
+    if tool:
+        save_step(root, 2)
+        zf.checkpoint.prune(root, keep=1, dry_run=False, files=Meanwhile(root))
+    else:
+        save_step(root, 2, keep=1, files=Meanwhile(root))
+    assert [step for step, _ in steps(root)] == [2, 9]
+
+
+def test_a_leaf_of_a_checkpoint_that_was_removed_says_so(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(root, 1)
+    leaf = zf.checkpoint.leaves(root)["params.w"]
+    plain = Objects.read
+
+    def read(files: Objects, *args: Any) -> int:
+        files.remove_all(f"{root}/step-00000001")
+        return plain(files, *args)
+
+    monkeypatch.setattr(Objects, "read", read)
+    with pytest.raises(CheckpointError, match=r"step-00000001, which another process has removed"):
+        leaf.load()
 
 
 def test_a_save_that_was_given_up_stays_given_up(root: str) -> None:

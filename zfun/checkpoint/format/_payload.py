@@ -139,17 +139,7 @@ class Payload:
                 flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
                 fd, _ = open_direct(self._files, path, flags)
             except FileNotFoundError:
-                if self._files.sizes([f"{self.directory}/{MANIFEST}"]) == [None]:
-                    raise CheckpointError(
-                        f"a checkpoint stays while it is read; got {self.directory}, which another "
-                        "process has removed; load another one, or save with a larger keep=",
-                        path=path,
-                    ) from None
-                raise CorruptCheckpoint(
-                    f"{path} must be there, because the manifest names it; got no such file; load "
-                    "another checkpoint",
-                    path=path,
-                ) from None
+                raise self._missing(path) from None
             try:
                 num_bytes = self._files.size(fd)
             except OSError:
@@ -164,6 +154,19 @@ class Payload:
             )
         self._opened[index] = fd
 
+    def _missing(self, path: str) -> CheckpointError:
+        if self._files.sizes([f"{self.directory}/{MANIFEST}"]) == [None]:
+            return CheckpointError(
+                f"a checkpoint stays while it is read; got {self.directory}, which another process "
+                "has removed; load another one, or save with a larger keep=",
+                path=path,
+            )
+        return CorruptCheckpoint(
+            f"{path} must be there, because the manifest names it; got no such file; load another "
+            "checkpoint",
+            path=path,
+        )
+
     def _read(self, index: int, ats: range, wants: Sequence[Sequence[Want]]) -> None:
         """Read chunks in a row, and verify each."""
         entry, length = self.manifest.files[index], self.manifest.chunk_bytes
@@ -174,7 +177,11 @@ class Payload:
         memory = self._local.memory[: aligned(num_bytes)]
         path = self.path(index)
         with explaining(path, f"a read of {num_bytes} bytes at {start}"):
-            done = self._files.read(self._opened[index], memory, start)
+            try:
+                done = self._files.read(self._opened[index], memory, start)
+            except FileNotFoundError:
+                # In a store each read is a request.
+                raise self._missing(path) from None
         if done < num_bytes:
             self._refuse(entry, path, start, f"only {done} of {num_bytes} bytes")
         for at, wanted in zip(ats, wants, strict=True):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zfun.checkpoint._directory import FILES, SavedStep, all_saves, locked, read_manifest, steps
 from zfun.checkpoint._remove import remove_step
 from zfun.checkpoint.format._write import explaining
-from zfun.errors import CheckpointError, OptionError
+from zfun.errors import CorruptCheckpoint, OptionError
 from zfun.files import Files
 from zfun.objects import files_of
 from zfun.options import PATH, integer, takes
@@ -84,12 +84,13 @@ def prune(
 
 
 def _choose(path: str, keep: int | None, every: int | None, files: Files) -> Pruned:
-    good = [one for one in all_saves(path, files) if _is_good(one, files)]
+    # One list, because a job may publish to a store meanwhile.
+    everything = all_saves(path, files)
+    good = [one for one in everything if _is_good(one, files)]
     # Of two good saves of a step, the newer one counts.
     newest = {one.step: one for one in good}
     by_step = [newest[step] for step in sorted(newest)]
     kept = {*by_step[-(keep or 1) :], *(one for one in by_step if every and one.step % every == 0)}
-    everything = all_saves(path, files)
     if not kept:
         return Pruned((), tuple(everything), 0)
     removed = tuple(one for one in everything if one not in kept)
@@ -100,10 +101,12 @@ def _choose(path: str, keep: int | None, every: int | None, files: Files) -> Pru
 def _is_good(one: SavedStep, files: Files) -> bool:
     try:
         manifest = read_manifest(one.path, files=files)
-        sizes = {file.name: file.num_bytes for file in manifest.files}
-        return files.sizes([f"{one.path}/{name}" for name in sizes]) == list(sizes.values())
-    except (CheckpointError, OSError):
+    except CorruptCheckpoint:
         return False
+    sizes = {file.name: file.num_bytes for file in manifest.files}
+    # A disk that fails says nothing of the checkpoint.
+    with explaining(one.path, "looking for the files"):
+        return files.sizes([f"{one.path}/{name}" for name in sizes]) == list(sizes.values())
 
 
 def _num_bytes(one: SavedStep, files: Files) -> int:
