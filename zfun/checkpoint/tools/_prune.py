@@ -6,10 +6,18 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from zfun.checkpoint._directory import FILES, SavedStep, all_saves, locked, read_manifest, steps
+from zfun.checkpoint._directory import (
+    FILES,
+    SavedStep,
+    all_saves,
+    is_whole,
+    locked,
+    read_manifest,
+    steps,
+)
 from zfun.checkpoint._remove import remove_step
 from zfun.checkpoint.format._write import explaining
-from zfun.errors import CorruptCheckpoint, OptionError
+from zfun.errors import CheckpointError, CorruptCheckpoint, OptionError
 from zfun.files import Files
 from zfun.objects import files_of
 from zfun.options import PATH, integer, takes
@@ -101,10 +109,12 @@ def _choose(path: str, keep: int | None, every: int | None, files: Files) -> Pru
 def _is_good(one: SavedStep, files: Files) -> bool:
     try:
         manifest = read_manifest(one.path, files=files)
-    except CorruptCheckpoint:
-        return False
+    except CheckpointError as error:
+        # A disk that fails says nothing of the checkpoint.
+        if isinstance(error, CorruptCheckpoint) or not is_whole(one.path, files):
+            return False
+        raise
     sizes = {file.name: file.num_bytes for file in manifest.files}
-    # A disk that fails says nothing of the checkpoint.
     with explaining(one.path, "looking for the files"):
         return files.sizes([f"{one.path}/{name}" for name in sizes]) == list(sizes.values())
 
