@@ -118,7 +118,7 @@ def run(at: int | None, lost: int, *, background: bool) -> Kill:
             end, error = (begin + 99.0, "never ended")
             if other.poll(limit + 20.0):
                 end, error = other.recv()
-            ranks[1 - lost].join(5.0)
+            ranks[1 - lost].join(max(1.0, begin + limit - time.monotonic()))
             broken = [] if ranks[1 - lost].exitcode is not None else ["the survivor stays"]
         finally:
             for rank in ranks:
