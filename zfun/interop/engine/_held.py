@@ -263,6 +263,7 @@ class HeldModule:
             keep: whether this rank wants the values; another rank helps to gather, one bucket at a
                 time, and gets none.
         """
+        self._live.check_same()
         self._live.check_unwritten()
         values: dict[str, Tensor] = {}
         for flat in (self._state.params, self._state.frozen):
@@ -291,6 +292,7 @@ class HeldModule:
             extra: plain values.
             options: of :func:`zfun.save`.
         """
+        self._live.check_same()
         self._live.check_unwritten()
         return checkpoint.save(path, self.state, data=extra, **options)
 
