@@ -157,7 +157,8 @@ class LiveModule:
         self.module, self._owner = module, weakref.ref(owner)
         self._names = {id(param): name for name, param in params.items()}
         self._params, self._shown = dict(params), {**params, **extra}
-        self._known = {id(param): param for param in module.parameters()}
+        # Whole ones too, such as quantised weights.
+        self.known = {id(param): param for param in module.parameters()}
         self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}
@@ -350,14 +351,6 @@ class LiveModule:
         """Let exposed parameters be live again; show or hide them next."""
         for name in names:
             LiveParameter.adopt(self._params[name], self)
-
-    def check_same(self) -> None:
-        """Refuse parameters that the module did not have when the engine was made."""
-        if others := [x for x, p in self.module.named_parameters() if id(p) not in self._known]:
-            raise OptionError(
-                "an engine has the parameters of its module when it was made; got another one at "
-                f"{others[0]!r}; write values under torch.no_grad(), or make a new engine"
-            )
 
     def check_unwritten(self) -> None:
         """Refuse a write that went around the parameter, because ranks may share the memory."""

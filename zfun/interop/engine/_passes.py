@@ -252,7 +252,7 @@ class Passes(HeldModule):
         return found
 
     def _check_step(self) -> None:
-        self._live.check_same()
+        self._check_same()
         self._check_here("a step", "parameters", "the optimizer's state")
         self._check_writable("a step")
         if self._groups is not None:
