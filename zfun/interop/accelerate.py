@@ -30,7 +30,7 @@ __all__ = ["Accelerator"]
 
 _FOLDER = "zfun"
 # The attributes of an optimizer that belong to an engine.
-_ATTACHED = ("_zfun_engine", "step", "zero_grad", "load_state_dict")
+_ATTACHED = ("_zfun_engine", "step", "zero_grad")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -100,6 +100,7 @@ class Accelerator(accelerate.Accelerator):
         self.ema_decay: float | optim.Schedule | None = None
         self._zero_options = options
         self._ranks: Group | None = options.pop("group", None)
+        self._has_moments = True
         self._waiting: list[nn.Module] = []
         # Each engine with its optimizer, which free_memory() does not drop.
         self._engines: dict[Engine, Any] = {}
@@ -193,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
             clip_norm=self.clips_by_default,
             init="broadcast",
         )
-        attach(optimizer, engine, groups)
+        attach(optimizer, engine, groups, lambda: self._has_moments)
         return engine
 
     def engine_of(self, model: Any = None) -> Engine | None:
@@ -292,6 +293,15 @@ class Accelerator(accelerate.Accelerator):
 
     # Checkpoints.
 
+    @contextlib.contextmanager
+    def without_moments(self) -> Iterator[None]:
+        """Let states of optimizers have the groups alone, as files beside a sharded state."""
+        self._has_moments = False
+        try:
+            yield
+        finally:
+            self._has_moments = True
+
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Return whole values, none a view of a bucket. All ranks call.
 
@@ -302,7 +312,8 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save as ``accelerate`` does, and the sharded state beside. All ranks call."""
-        found = super().save_state(output_dir, *args, **kwargs)
+        with self.without_moments():
+            found = super().save_state(output_dir, *args, **kwargs)
         for index, engine in enumerate(self._engines):
             engine.save(Path(found) / f"{_FOLDER}_{index}")
         return found
@@ -319,7 +330,8 @@ class Accelerator(accelerate.Accelerator):
         for model in models:
             model.state_dict = functools.partial(_own_values, model.state_dict)
         try:
-            super().load_state(input_dir, *args, **kwargs)
+            with self.without_moments():
+                super().load_state(input_dir, *args, **kwargs)
         finally:
             for model, own in zip(models, before, strict=True):
                 del model.state_dict
@@ -381,10 +393,13 @@ def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int], name: 
         )
 
 
-def attach(optimizer: Any, engine: Engine, groups: ParamGroups) -> None:
+def attach(
+    optimizer: Any, engine: Engine, groups: ParamGroups, has_moments: Callable[[], bool]
+) -> None:
     """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine.
 
-    Groups that the optimizer loads keep the constants of this run.
+    Groups that the optimizer loads keep the constants of this run. Its state has the moments, and
+    every rank must ask for it, unless ``has_moments`` says no.
     """
     inner = optimizer.optimizer
 
@@ -400,18 +415,22 @@ def attach(optimizer: Any, engine: Engine, groups: ParamGroups) -> None:
             for param in group["params"]:
                 param.grad = None
 
-    load = inner.load_state_dict
+    def state_dict() -> dict[str, Any]:
+        return engine.optimizer_state() if has_moments() else type(inner).state_dict(inner)
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
+        if has_moments():
+            engine.load_optimizer_state(state_dict)
+            return
         saved = with_own_constants(engine.state.opt_state, groups, state_dict["param_groups"])
-        load({**state_dict, "param_groups": saved})
+        type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
 
     # A scheduler that wraps step() looks for its mark.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
     # A scheduler may have wrapped step() before.
     inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
     inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
-    inner.load_state_dict = load_state_dict
+    inner.state_dict, inner.load_state_dict = state_dict, load_state_dict
 
 
 def detach(optimizer: Any) -> None:

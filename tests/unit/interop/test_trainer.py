@@ -136,6 +136,11 @@ def test_fp16_scales_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.shows(
+    "a step whose gradients are not finite",
+    "different",
+    "skipped on all ranks, also in float32",
+)
 def test_a_step_that_is_not_finite_is_skipped_and_the_schedule_waits(tmp_path: Path) -> None:
     calls: list[int] = []
 

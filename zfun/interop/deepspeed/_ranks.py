@@ -86,6 +86,11 @@ def data_ranks(mpu: Any) -> Any:
         OptionError: ranks that share a layer, a sequence or a pipeline, because norm, clipping and
             skipped steps would count the parts of each rank alone.
     """
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise OptionError(
+            "an mpu tells the data parallel ranks by get_data_parallel_group(); got "
+            f"{type(mpu).__name__} without it; leave mpu out where all ranks are data parallel"
+        )
     for kind, remedy in _AXES.items():
         size = getattr(mpu, f"get_{kind}_world_size", lambda: 1)()
         if size > 1:

@@ -178,6 +178,8 @@ class Engine(Passes):
         self._live.enter(self.run, self.zero_grad)
         self._show()
         self._begin()
+        if self._groups is not None:
+            self._groups.join(self)
 
     def _composed(self) -> Zero:
         """Compose the recipe for the leaves that are trained now."""
@@ -401,8 +403,7 @@ class Engine(Passes):
         grads, loss, told = self._collected()
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
-        update = lambda state: self.recipe.update(state, grads, loss)
-        return self._stepped(update, lambda: told.flags[1:])
+        return self._stepped(lambda x: self.recipe.update(x, grads, loss), lambda: told.flags[1:])
 
     def whole_step(self, batch: Any) -> StepInfo:
         """Take a step of ``recipe``, by the loss of ``zero=`` instead of calls and backward passes.

@@ -7,9 +7,11 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zfun import optim
@@ -74,6 +76,32 @@ class ParamGroups:
     def groups(self) -> list[dict[str, Any]]:
         """The groups."""
         return self.optimizer.param_groups
+
+    def join(self, engine: Any) -> None:
+        """Let the state of the optimizer be that of an engine, to which its moments go."""
+        optimizer, held = self.torch_optimizer, weakref.ref(engine)
+        own = torch.optim.Optimizer.state_dict(optimizer) if optimizer.state else None
+
+        def state_dict() -> dict[str, Any]:
+            owner = held()
+            return (
+                type(optimizer).state_dict(optimizer) if owner is None else owner.optimizer_state()
+            )
+
+        def load_state_dict(given: Mapping[str, Any]) -> None:
+            if (owner := held()) is None:
+                type(optimizer).load_state_dict(optimizer, given)
+            else:
+                owner.load_optimizer_state(given)
+
+        vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)
+        if own is not None:
+            engine.load_optimizer_state(own)
+
+    def leave(self) -> None:
+        """Let the state of the optimizer be its own."""
+        for name in ("state_dict", "load_state_dict"):
+            vars(self.torch_optimizer).pop(name, None)
 
     def positions(self) -> dict[str, int]:
         """Return the places of the parameters in the groups, by name."""
@@ -210,9 +238,16 @@ class ParamGroups:
         own = [x for x in self._first if not x.startswith(_EXTRA)]
         return label or (own[0] if len(own) == 1 and name != "max_norm" else ""), name
 
+    def stepping(self) -> None:
+        """Run the hooks of the optimizer that come before a step."""
+        for hook in (*self.torch_optimizer._optimizer_step_pre_hooks.values(),):
+            hook(self.torch_optimizer, (), {})
+
     def stepped(self) -> None:
-        """Mark that the optimizer has stepped, for which schedulers of torch ask."""
+        """Mark that the optimizer has stepped, for which schedulers ask; run the hooks after it."""
         self.torch_optimizer._opt_called = True
+        for hook in (*self.torch_optimizer._optimizer_step_post_hooks.values(),):
+            hook(self.torch_optimizer, (), {})
 
     def named(self) -> list[dict[str, Any]]:
         """Return the options of the groups, with names of parameters in place of tensors."""

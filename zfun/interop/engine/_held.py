@@ -105,6 +105,15 @@ class HeldModule:
         self._state = state._replace(params=state.params.with_buffers(buffers))
         self._show()
 
+    def _check_same(self) -> None:
+        """Refuse parameters that the module did not have when the engine was made."""
+        known, named = self._live.known, self.module.named_parameters()
+        if others := [name for name, param in named if id(param) not in known]:
+            raise OptionError(
+                "an engine has the parameters of its module when it was made; got another one at "
+                f"{others[0]!r}; write values under torch.no_grad(), or make a new engine"
+            )
+
     def _check_writable(self, what: str) -> None:
         """Refuse what would change the average, or be lost at the end of the context."""
         if self._is_averaged:
@@ -263,6 +272,7 @@ class HeldModule:
             keep: whether this rank wants the values; another rank helps to gather, one bucket at a
                 time, and gets none.
         """
+        self._check_same()
         self._live.check_unwritten()
         values: dict[str, Tensor] = {}
         for flat in (self._state.params, self._state.frozen):
@@ -291,6 +301,7 @@ class HeldModule:
             extra: plain values.
             options: of :func:`zfun.save`.
         """
+        self._check_same()
         self._live.check_unwritten()
         return checkpoint.save(path, self.state, data=extra, **options)
 

@@ -157,6 +157,8 @@ class LiveModule:
         self.module, self._owner = module, weakref.ref(owner)
         self._names = {id(param): name for name, param in params.items()}
         self._params, self._shown = dict(params), {**params, **extra}
+        # Whole ones too, such as quantised weights.
+        self.known = {id(param): param for param in module.parameters()}
         self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}

@@ -9,6 +9,7 @@ host may share the memory of a parameter, so that each rank's own write would co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,10 @@ class _LiveTensor:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and "tensor" in kwargs:
+            # Functions of torch.nn.init.
+            args = [kwargs.pop("tensor")]
         first = args[0] if args else None
         if func in NO_VALUES:
             if func in _GRADS and isinstance(first, LiveParameter):
@@ -53,11 +57,9 @@ class _LiveTensor:
                 return None
             if changes_nothing(func, args, kwargs):
                 return first
-            name = getattr(func, "__name__", "")
-            if name in _MEMORY:
-                _refuse_hidden(first, name)
-            if name == "__setitem__" or _is_in_place(name):
-                return _in_place(func, first, args[1:], kwargs)
+        if _is_in_place(func) and any(isinstance(x, _LiveTensor) for x in _several(first)):
+            return _in_place(func, first, args[1:], kwargs)
+        _check(func, args)
         out = kwargs.get("out")
         if isinstance(out, _LiveTensor):
             rest = {key: _plain(value) for key, value in kwargs.items() if key != "out"}
@@ -67,7 +69,7 @@ class _LiveTensor:
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*given[0], **given[1])
         if isinstance(first, _LiveTensor):
-            _watch_view(first, given[0][0], found)
+            _watch_views(first, given[0][0], found)
         return found
 
 
@@ -168,36 +170,98 @@ def _write(value: Any, whole: Tensor) -> None:
     value._live.write(_name_of(value), whole)
 
 
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "")
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = _name(func)
+    ends = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+    return ends or name == "__setitem__"
+
+
+def _several(first: Any) -> Sequence[Any]:
+    """Return the tensors that an operation takes first or returns: one, or those of a list."""
+    return first if isinstance(first, (list, tuple)) else (first,)
 
 
 def _in_place(
     func: Callable[..., Any], first: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run an operation in place on a copy, and write the copy."""
+    """Run an operation in place on copies, and write the copies."""
+    own = _several(first)
     with torch._C.DisableTorchFunctionSubclass():
-        is_leaf_with_grad = first.requires_grad
-    if is_leaf_with_grad and torch.is_grad_enabled():
+        has_grad = any(isinstance(x, LiveParameter) and x.requires_grad for x in own)
+    # Functions of torch.nn.init switch gradients off themselves.
+    is_init = getattr(func, "__module__", "") == nn.init.__name__
+    if has_grad and torch.is_grad_enabled() and not is_init:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation; write "
             "under torch.no_grad()"
         )
     with torch.no_grad():
-        whole = _copy_of(first)
-        result = func(whole, *map(_plain, rest), **{k: _plain(x) for k, x in kwargs.items()})
-        _write(first, whole)
-    return first if result is whole else result
+        whole = [_copy_of(x) if isinstance(x, _LiveTensor) else x for x in own]
+        given = whole[0] if own is not first else whole
+        result = func(given, *map(_plain, rest), **{k: _plain(x) for k, x in kwargs.items()})
+        for x, value in zip(own, whole, strict=True):
+            if isinstance(x, _LiveTensor):
+                _write(x, value)
+    return first if result is given else result
 
 
-def _watch_view(first: Any, read: Any, found: Any) -> None:
-    """Notice later writes to a view of a value that was gathered for one operation."""
-    name = _name_of(first)
-    if not (isinstance(found, Tensor) and first._live.is_hidden(name)):
+def _check(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Refuse functions that would miss the parameter, or share its memory."""
+    first = args[0] if args else None
+    if func is torch.autograd.grad:
+        _check_in_call(args[1])
+    elif not isinstance(first, _LiveTensor):
         return
-    # A detached tensor is no view for autograd, but has the same memory.
-    if not found.requires_grad and _memory_of(found) == _memory_of(read):
-        first._live.watch(name, found)
+    elif func is torch.Tensor.register_post_accumulate_grad_hook:
+        refuse_hook(_name_of(first))
+    elif (name := _name(func)) in _MEMORY:
+        _refuse_hidden(first, name)
+    elif func is torch.Tensor.detach and sys._getframe(2).f_code is _NEW_PARAMETER:
+        raise PlacementError(
+            "a new parameter has memory of its own; got nn.Parameter() of leaf "
+            f"{_name_of(first)!r} of an engine, or of its .data; pass a clone() of it, before you "
+            "make the engine",
+            leaf=_name_of(first),
+        )
+
+
+def _check_in_call(values: Sequence[Any]) -> None:
+    """Refuse to differentiate the outputs of a call by parameters after the call."""
+    for x in values:
+        if isinstance(x, LiveParameter) and x._live.kept is not None and x._live.of_call(x) is x:
+            raise PlacementError(
+                "torch.autograd.grad() takes tensors that the loss has used, and a call uses "
+                f"tensors of its own in place of parameters; got leaf {_name_of(x)!r} after a "
+                "call; differentiate inside of forward, compute_loss() or engine.run(), or read "
+                ".grad after backward()",
+                leaf=_name_of(x),
+            )
+
+
+def refuse_hook(name: str) -> None:
+    """Refuse a hook that autograd would not call, because gradients do not come to ``.grad``."""
+    raise PlacementError(
+        "backward adds the gradients of a parameter up outside of .grad; got a hook of "
+        f"register_post_accumulate_grad_hook() on leaf {name!r}, which would not be called; use "
+        "register_hook(), or read .grad between backward() and the step",
+        leaf=name,
+    )
+
+
+def _watch_views(first: Any, read: Any, found: Any) -> None:
+    """Notice later writes to views of a value that was gathered for one operation."""
+    name = _name_of(first)
+    if not first._live.is_hidden(name):
+        return
+    for x in _several(found):
+        # A detached tensor is no view for autograd, but has the same memory.
+        is_value = isinstance(x, Tensor) and not x.requires_grad
+        if is_value and _memory_of(x) == _memory_of(read):
+            first._live.watch(name, x)
 
 
 def _memory_of(value: Tensor) -> int:
@@ -217,6 +281,7 @@ def _refuse_hidden(value: Any, name: str) -> None:
 
 # Kernels of other libraries ask for these.
 _MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 _GET_DATA = torch.Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
 _SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
 _CASTS = frozenset(
@@ -240,7 +305,6 @@ NO_VALUES = (
     | {
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,
-        torch.Tensor.register_post_accumulate_grad_hook,
         torch.Tensor.is_complex,
         torch.Tensor.is_contiguous,
         torch.Tensor.is_shared,

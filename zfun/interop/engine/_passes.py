@@ -252,8 +252,11 @@ class Passes(HeldModule):
         return found
 
     def _check_step(self) -> None:
+        self._check_same()
         self._check_here("a step", "parameters", "the optimizer's state")
         self._check_writable("a step")
+        if self._groups is not None:
+            self._groups.stepping()
 
     def _stepped(
         self, step: Callable[[ZeroState], Any], new_buffers: Callable[[], Sequence[bool]]
@@ -268,11 +271,11 @@ class Passes(HeldModule):
             self._state = self._state._replace(opt_state=opt_state)
         self._state, info = step(self._state)
         self._buffers.merge(new_buffers())
-        if self._groups is not None:
-            self._groups.stepped()
         self.grad_norm = float(info.grad_norm)
         self._show()
         self._begin()
+        if self._groups is not None:
+            self._groups.stepped()
         return info
 
     def _end_calls(self) -> None:
@@ -387,7 +390,13 @@ class Passes(HeldModule):
             raise
         self._state = before
         self._begin()
+        self._release()
+
+    def _release(self) -> None:
+        """Let the module and the optimizer be plain ones."""
         self._live.release()
+        if self._groups is not None:
+            self._groups.leave()
 
     def hand_over(self) -> dict[str, Deferred]:
         """Let another engine take the module; every rank must call.
@@ -404,7 +413,7 @@ class Passes(HeldModule):
         self._check_writable("hand_over()")
         self._live.check_unwritten()
         self._begin()
-        self._live.release()
+        self._release()
         rest: Any = self._state._replace(opt_state=None, buffers=None)
         self._state, self.has_module = _Taken(), False  # pyrefly: ignore[bad-assignment]
         own = {id(param) for param in self.module.parameters()}

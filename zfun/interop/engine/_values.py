@@ -16,6 +16,7 @@ from zfun.collectives import Group, all_reduce, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
+from zfun.interop.engine._parameter import refuse_hook
 from zfun.layout import layout_of
 from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
 from zfun.placement import Cut, Held
@@ -30,8 +31,11 @@ def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
 
     A frozen parameter of another class, such as a quantised weight, stays whole in the module.
     """
+    _check_reads(module)
     leaves: dict[str, nn.Parameter] = {}
     for name, param in module.named_parameters():
+        if param._post_accumulate_grad_hooks:
+            refuse_hook(name)
         if type(param) is nn.Parameter:
             leaves[name] = param
         elif isinstance(param, UninitializedTensorMixin):
@@ -48,6 +52,18 @@ def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
                 leaf=name,
             )
     return leaves
+
+
+def _check_reads(module: nn.Module) -> None:
+    """Refuse layers that write into their parameters in forward."""
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise OptionError(
+                f"forward reads parameters, and does not write them; got the {type(part).__name__} "
+                f"{name!r} with max_norm={part.max_norm:g}, which scales rows in each forward "
+                "pass, on each rank others; leave max_norm out, and bound the rows of the weight "
+                "after each step, under torch.no_grad()"
+            )
 
 
 def leaves_of(state: ZeroState) -> dict[str, torch.dtype]:

@@ -277,12 +277,6 @@ class _Stepped:
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zfun_engine.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.zfun_engine.optimizer_state()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.zfun_engine.load_optimizer_state(state_dict)
-
     # A scheduler that wraps step() looks for its mark.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
 

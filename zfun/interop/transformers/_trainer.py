@@ -262,7 +262,8 @@ class Trainer(transformers.Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with self.accelerator.without_moments():
+            super()._save_optimizer_and_scheduler(output_dir)
         if self.engine is not None:
             self.engine.save(Path(output_dir) / _FOLDER, step=self.state.global_step)
 
@@ -282,7 +283,8 @@ class Trainer(transformers.Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self.accelerator.without_moments():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._load_state(checkpoint)
 
