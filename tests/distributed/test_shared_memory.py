@@ -994,6 +994,9 @@ def _lacks_a_record(group: Group) -> float:
         barrier(own)
         x = _filled(own, PIECE, 1.0)
         call = Collective(AllReduce(), "x", stream=Stream.PARAMS)
+        # These take the records to spare.
+        other = Collective(AllReduce(), "other", stream=Stream.CONTROL)
+        works = [own.start(other, torch.ones(1)) for _ in range(40)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "posix_fallocate", _no_space)
             # These fill the segment, so that the record of a collective has no page.
@@ -1001,6 +1004,7 @@ def _lacks_a_record(group: Group) -> float:
             with pytest.raises(OptionError, match="no shared memory for 49152 bytes"):
                 own.start(call, x)
             del held
+        assert [work.wait().item() for work in works] == [2.0] * 40
         own.start(call, x).wait()
         await_readers(own, [x])
         x += 1

@@ -23,7 +23,7 @@ Spread: TypeAlias = tuple[Cut | Held | None, ...]
 
 
 class LocalTree:
-    """The leaves of this rank, for a logical tree and some model axes.
+    """How the leaves of a logical tree are spread over model axes; it keeps no leaf.
 
     Args:
         params: the logical tree, of tensors and deferred leaves, equal on all ranks.
@@ -33,7 +33,6 @@ class LocalTree:
             share memory are tied within one part, as in a run without model axes.
 
     Attributes:
-        params: the tree of this rank, with holes (``None``) for the leaves of other ranks.
         spreads: how each leaf of the logical tree is spread, by path.
         specs: meta tensors for the leaves of the logical tree, by path.
         roles: the role of each leaf of the logical tree, by path.
@@ -57,7 +56,7 @@ class LocalTree:
         leaves, self.spec = tree.flatten(params)
         self.paths = tree.paths(params)
         specs = dict(zip(self.paths, map(spec_of, leaves), strict=True))
-        own = [_spread(path, spec, axes) for path, spec in specs.items()]
+        self._own = [_spread(path, spec, axes) for path, spec in specs.items()]
         self.roles = {path: role(path, spec) for path, spec in specs.items()}
         # Views of one element, because a plan counts the memory of meta tensors.
         one = {
@@ -68,27 +67,33 @@ class LocalTree:
         keys = [
             (memory_of(leaf), its) for leaf, its in zip(leaves, self.roles.values(), strict=True)
         ]
-        self.spreads = _together(self.paths, keys, own)
-        made: dict[Hashable, Any] = {}
-        found = [
-            self._part(path, leaf, spread, key, made) if self._is_held(spread) else None
-            for path, leaf, spread, key in zip(self.paths, leaves, own, keys, strict=True)
-        ]
-        self.params = tree.unflatten(self.spec, found)
+        self.spreads = _together(self.paths, keys, self._own)
         firsts: dict[Hashable, str] = {}
         self._first = {
             path: firsts.setdefault(key, path) for path, key in zip(self.paths, keys, strict=True)
         }
         self.device = leaves[0].device if leaves else torch.device("cpu")
 
+    def parts(self, params: tree.Tree) -> tree.Tree:
+        """Return the tree of this rank, with holes (``None``) for the leaves of other ranks.
+
+        Args:
+            params: the logical tree.
+        """
+        made: dict[str, Any] = {}
+        found = [
+            self._part(path, leaf, spread, made) if self._is_held(spread) else None
+            for path, leaf, spread in zip(self.paths, tree.leaves(params), self._own, strict=True)
+        ]
+        return tree.unflatten(self.spec, found)
+
     def _is_held(self, spread: Spread) -> bool:
         pairs = zip(self._axes, spread, strict=True)
         return all(axis.group.rank in x.ranks for axis, x in pairs if isinstance(x, Held))
 
-    def _part(
-        self, path: str, leaf: Any, spread: Spread, key: Hashable, made: dict[Hashable, Any]
-    ) -> Any:
-        """Return this rank's part of a leaf; tied leaves, which have one key, stay one leaf."""
+    def _part(self, path: str, leaf: Any, spread: Spread, made: dict[str, Any]) -> Any:
+        """Return this rank's part of a leaf; tied leaves, which have one first, stay one leaf."""
+        key = self._first[path]
         if key in made:
             return made[key]
         if isinstance(leaf, Deferred):

@@ -51,7 +51,7 @@ class Loop:
         recipe: the options.
         known: the kinds of states that were compared with the options.
         hook: the update in backward of the step that runs now.
-        local: this rank's leaves of the logical tree, if the loss goes over model axes.
+        local: how the logical tree is spread, if the loss goes over model axes.
         counts: the counts of the last state, where the device decides whether to take a step.
     """
 
@@ -90,7 +90,7 @@ class Loop:
         logical, role, rule = params, role_of(recipe), recipe.buffers
         if axes := model_axes(recipe.loss_fn):
             self.local = local = local_tree(recipe, params, axes, init)
-            params = local.params
+            params = local.parts(params)
             # Of the logical leaves, because ranks may hold other parts, or ties under other paths.
             role = lambda path, leaf: local.roles[path]
             rule = None if rule is None else local.asks(rule)

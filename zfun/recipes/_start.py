@@ -44,7 +44,7 @@ def role_of(recipe: ZeroOptions) -> _Fn:
 def local_tree(
     recipe: ZeroOptions, params: tree.Tree, axes: Sequence[ModelAxis], init: str
 ) -> LocalTree:
-    """Return this rank's leaves of a logical tree.
+    """Return how a logical tree is spread over the axes.
 
     Raises:
         OptionError: the values are to come from rank 0, the optimizer looks at whole leaves, or a

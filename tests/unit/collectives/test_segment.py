@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed import needs_shared_memory
+from zfun.collectives import Broadcast, Collective, Stream
+from zfun.collectives.shm._mailbox import Mailbox
 from zfun.collectives.shm._pages import HUGE_PAGE, PAGE
 from zfun.collectives.shm._segment import CONTROL_BYTES, Segment
 
@@ -44,6 +47,22 @@ def test_blocks_are_apart_and_aligned_and_reused(program: list[tuple[int, int]],
     before = segment.reserved
     segment.allocate(max(before - CONTROL_BYTES - 2 * HUGE_PAGE, PAGE))
     assert segment.reserved == before
+    segment.close()
+
+
+def test_readers_of_records_map_no_blocks() -> None:
+    segment = Segment(0, 1)
+    block, length = segment.allocate(HUGE_PAGE)
+    mailbox = Mailbox(segment, {}, timeout_s=1.0)
+    call, sent = Collective(Broadcast(0), "params", "w", Stream.PARAMS), []
+    for _ in range(40):
+        sent.append(mailbox.prepare(call, "a broadcast", (), torch.ones(1), None))
+        mailbox.publish(sent[-1])
+    places = [letter.record for letter in sent]
+    assert len(set(places)) == 40
+    assert all(place < CONTROL_BYTES for place in places[:24])
+    # With many collectives under way, some records lie elsewhere.
+    assert all(place < CONTROL_BYTES or place >= block + length for place in places)
     segment.close()
 
 

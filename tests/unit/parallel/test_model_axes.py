@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import zfun as zf
-from zfun import optim
+from zfun import optim, tree
 from zfun.errors import LeafError, OptionError, SpecMismatch
 from zfun.evaluation import evaluate
 from zfun.parallel import Cut, Held, ModelAxis, ParallelLoss
@@ -55,6 +57,32 @@ def test_a_rank_keeps_its_part_and_params_returns_the_whole(stage: int) -> None:
         assert list(whole) == list(params())
         for name, leaf in params().items():
             assert torch.equal(whole[name], leaf)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["no axis", "an axis", "a pipeline"])
+def test_a_run_does_not_keep_the_leaves_that_it_started_from(kind: str, stage: int) -> None:
+    def main(group: zf.Group) -> list[str]:
+        mesh = zf.mesh(group, tp=2, dp=1)
+        if kind == "a pipeline":
+            fns = [TiedStages.first, TiedStages.last]
+            loss = zf.pipeline(fns, mesh["tp"], num_micro_batches=2)
+            z = zf.zero(stage, loss, optim.adamw(0.1), mesh["dp"])
+            arrays = tree.map(lambda leaf: leaf.clone().numpy(), TiedStages.params())
+        else:
+            plain = zf.zero(stage, loss_fn, optim.adamw(0.1), mesh["dp"])
+            z = plain if kind == "no axis" else zero_of(group, stage=stage)[0]
+            arrays = tree.map(lambda leaf: leaf.clone().numpy(), params())
+        # An array lives as long as any tensor that shows its memory.
+        pairs = zip(tree.paths(arrays), tree.leaves(arrays), strict=True)
+        alive = {path: weakref.ref(array) for path, array in pairs}
+        state = z.init(tree.map(torch.from_numpy, arrays))
+        del arrays, pairs
+        gc.collect()
+        assert state.step == 0  # the run is alive
+        return [path for path, array in alive.items() if array() is not None]
+
+    assert zf.simulate(2, main) == [[], []]
 
 
 def test_chosen_leaves_are_chosen_by_their_logical_shape() -> None:

@@ -6,7 +6,8 @@ For each stream a segment holds a counter of published collectives and a chain o
 first record of a stream has a fixed place, and each record names the place of the next one. A
 reader walks the chain, so the owner may put the next record anywhere: into a record that all
 ranks have finished, or else into a new one. A stream with many collectives under way has many
-records, and nobody waits for a free one.
+records, and nobody waits for a free one. The first records lie in the control pages: beside a
+block, a record would make every reader map a huge page.
 
 ======  =================================================
 word    of a record
@@ -107,6 +108,7 @@ class Mailbox:
         self._published = [0] * len(Stream)
         self._next = [_first_record(stream) for stream in Stream]
         self._used: list[collections.deque[Letter]] = [collections.deque() for _ in Stream]
+        self._unused = list(range(_RECORD_BYTES, _first_record(max(Stream)), _RECORD_BYTES))
         # For each peer and stream: the places of records that this rank has walked over and not
         # read yet, by index, and then the index and the place of the first record after these.
         self._walked: dict[tuple[int, Stream], dict[int, int]] = {}
@@ -157,6 +159,8 @@ class Mailbox:
             if self.is_finished(used[0], self._peers):
                 return used.popleft().record
             used.rotate(-1)
+        if self._unused:
+            return self._unused.pop()
         offset, _ = self._segment.allocate(_RECORD_BYTES)
         # The memory may hold earlier contents.
         self._segment.words[offset // 8 + _FINISHED] = 0

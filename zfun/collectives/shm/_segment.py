@@ -25,8 +25,8 @@ from torch import Tensor
 from zfun.collectives.shm._pages import HUGE_PAGE, PAGE, Pages
 
 _MAGIC = 0x7A66756E_00000002
-# The first pages of a segment: words of the mailbox.
-CONTROL_BYTES = 4 * PAGE
+# The first pages of a segment: words and records of the mailbox.
+CONTROL_BYTES = 32 * PAGE
 
 _ADDRESS_SPACE_BYTES = 1 << 43
 # Reserved at a time, because a signal makes the system start the call again.
