@@ -31,7 +31,6 @@ state."""
 _MAX_SENT = 2
 
 
-@dataclass(slots=True, eq=False)
 class Handed:
     """The input of a stage, which transforms of the batch, such as a cast, leave as it is.
 
@@ -41,9 +40,12 @@ class Handed:
         views: of the parameters, which the stage got.
     """
 
-    value: Any
-    is_split: bool
-    views: list[View] = field(default_factory=list)
+    # No dataclass, because a batch is mapped down to the fields of a dataclass.
+    __slots__ = ("is_split", "value", "views")
+
+    def __init__(self, value: Any, *, is_split: bool) -> None:
+        self.value, self.is_split = value, is_split
+        self.views: list[View] = []
 
     def viewed(self, leaf: Any) -> Any:
         """Return a view of a parameter, unless it is gathered where it is used."""
