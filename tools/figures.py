@@ -109,6 +109,11 @@ def folder_circles(found: list[Module]) -> list[str]:
     return [f"{common.relative_to(ROOT.parent)}: {x} and {y}" for common, x, y in both]
 
 
+def lines_by_folder(found: list[Module]) -> collections.Counter[str]:
+    """Count the lines of each folder, and of each file beside the folders."""
+    return collections.Counter(module.name.split("/")[1] for module in found for _ in module.lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the figures."""
     lists: dict[str, Callable[[list[Module]], list[str]]] = {
@@ -123,9 +128,6 @@ def main(argv: list[str] | None = None) -> None:
     found = modules()
     lines, code = sum(len(m.lines) for m in found), sum(map(code_lines, found))
     core = sum(len(m.lines) for m in found if m.name.split("/")[1] not in EXTRAS)
-    by_folder = collections.Counter(
-        module.name.split("/")[1] for module in found for _ in module.lines
-    )
     rows = {
         "lines in all / of code": f"{lines:,} / {code:,}",
         f"lines without {', '.join(EXTRAS)}": f"{core:,}",
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         f"functions of more than {MANY_PARAMETERS} parameters": len(with_many_parameters(found)),
         "class names with two meanings": len(with_two_meanings(found)),
         "pairs of folders that import each other": len(folder_circles(found)),
-        **{f"  {name}": f"{count:,}" for name, count in by_folder.most_common()},
+        **{f"  {name}": f"{count:,}" for name, count in lines_by_folder(found).most_common()},
     }
     for label, value in rows.items():
         sys.stdout.write(f"{label:<82}{value}\n")

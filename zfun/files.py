@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALIGNMENT", "Files", "KeyTwice", "aligned", "open_direct", "pages", "parse_json"]
+__all__ = ["ALIGNMENT", "Files", "aligned", "open_direct", "pages", "parse_json"]
 
 # The largest sector of a disk today, and the size of a page: direct transfers (O_DIRECT) have
 # addresses, offsets and lengths that are multiples.
@@ -258,34 +258,25 @@ def open_direct(
     raise AssertionError("the last attempt returns or raises")
 
 
-class KeyTwice(ValueError):
-    """A JSON object has a key twice."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"a key twice, {key!r}")
-        self.key = key
-
-
 def parse_json(text: bytes | str) -> Any:
     """Parse JSON from a stranger: no key twice, and no NaN.
 
     Raises:
         ValueError: the text is not such JSON.
-        KeyTwice: with the key.
         RecursionError: deep nests.
 
     Example:
         >>> parse_json('{"w": 1, "w": 2}')
         Traceback (most recent call last):
         ...
-        zfun.files.KeyTwice: a key twice, 'w'
+        ValueError: a key twice, 'w'
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise KeyTwice(key)
+                raise ValueError(f"a key twice, {key!r}")
             found[key] = value
         return found
 

@@ -168,6 +168,8 @@ def _plan(args: argparse.Namespace) -> int:
         )
     import torch
 
+    from zfun.planner import MeshCandidate
+
     precision = torch.bfloat16 if args.dtype == "bf16" else None
     if not args.mesh:
         return demo.mesh_search(
@@ -184,13 +186,13 @@ def _plan(args: argparse.Namespace) -> int:
         args.hf,
         machine,
         ranks=args.ranks,
-        choice=demo.MeshChoice(
-            args.mesh,
+        choice=MeshCandidate(
+            tuple(args.mesh.items()),
             1 if args.stage is None else args.stage,
-            args.micro_batches,
             args.recomputed,
             precision,
         ),
+        micro_batches=args.micro_batches,
         rows=args.rows,
         length=args.length,
     )

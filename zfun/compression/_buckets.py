@@ -40,13 +40,12 @@ def gather_bucket(
         dtype: of the result with a codec.
         out: where an exact result of equal pieces may go.
     """
-    is_coded = codec is not None and piece.is_floating_point()
-    if codec is not None and is_coded:
+    send = None
+    if codec is not None and piece.is_floating_point():
         send = lambda x: start(call, x, group, codec, dtype=dtype)
-        return start_gather(group, call, piece, slot.pieces, send) if slot.pieces else send(piece)
     if slot.pieces:
-        return start_gather(group, call, piece, slot.pieces)
-    return group.start(call, piece, out)
+        return start_gather(group, call, piece, slot.pieces, send)
+    return group.start(call, piece, out) if send is None else send(piece)
 
 
 def sum_bucket(
@@ -61,11 +60,13 @@ def sum_bucket(
         slot: the bucket.
         codec: how floating numbers are sent; ``None`` for exactly.
     """
+    send = None
     if codec is not None and x.is_floating_point():
         send = lambda x: start_over(call, x, group, codec)
-        return start_scatter(group, call, x, slot.pieces, send) if slot.pieces else send(x)
     if slot.pieces:
-        return start_scatter(group, call, x, slot.pieces)
+        return start_scatter(group, call, x, slot.pieces, send)
+    if send is not None:
+        return send(x)
     if replica_group(group) is not None:
         # Their sum takes the place of the first one.
         return start_reduce_scatter_over(group, call, x)

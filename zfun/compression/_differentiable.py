@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from zfun import collectives
-from zfun.collectives import (
-    AllGather,
-    AllReduce,
-    Collective,
-    Group,
-    Op,
-    ReduceScatter,
-)
+from zfun.collectives import AllGather, AllReduce, Collective, Group, Op, ReduceScatter
 from zfun.compression._codecs import CODEC, Codec
 from zfun.compression._collectives import start
 from zfun.errors import OptionError
@@ -51,15 +44,9 @@ class _StraightThrough(torch.autograd.Function):
         )
 
 
-_EXACT = {
-    "all_gather": collectives.all_gather,
-    "reduce_scatter": collectives.reduce_scatter,
-    "all_reduce": collectives.all_reduce,
-}
-
-
 def _exact(x: Tensor, group: Group, call: Collective, op: Op) -> Tensor:
-    return _EXACT[op.kind](x, group, name=call.name, part=call.part)
+    # A kind has the name of its function.
+    return getattr(collectives, op.kind)(x, group, name=call.name, part=call.part)
 
 
 @takes(codec=CODEC)

@@ -2,13 +2,12 @@
 
 from zfun.demo._hw_bench import hw_bench, measure_hardware
 from zfun.demo._io_bench import io_bench
-from zfun.demo._mesh_plan import MeshChoice, mesh_plan
+from zfun.demo._mesh_plan import mesh_plan
 from zfun.demo._mesh_search import mesh_search
 from zfun.demo._plan import machine_of, plan
 from zfun.demo._run import run
 
 __all__ = [
-    "MeshChoice",
     "hw_bench",
     "io_bench",
     "machine_of",

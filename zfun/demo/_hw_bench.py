@@ -18,16 +18,7 @@ from zfun.options import PATH, integer, takes
 from zfun.planner import Hardware
 from zfun.recipes import zero
 
-MEASUREMENTS = (
-    "flops_per_s",
-    "touch",
-    "step_s",
-    "memory",
-    "host_memory",
-    "host_link",
-    "network",
-    "disk",
-)
+NUM_MEASUREMENTS = 8
 _ROUNDS = 5
 
 
@@ -259,7 +250,7 @@ def hw_bench(
     from tqdm import tqdm
 
     check_folder(Path(out).parent)
-    with tqdm(total=len(MEASUREMENTS), desc="hw-bench", unit="rate") as bar:
+    with tqdm(total=NUM_MEASUREMENTS, desc="hw-bench", unit="rate") as bar:
         found = measure_hardware(path, ranks=ranks, mib=mib, progress=bar.update)
     found.save(out)
     for name, value in dataclasses.asdict(found).items():

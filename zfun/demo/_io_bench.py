@@ -13,7 +13,7 @@ import torch
 
 from zfun import stores
 from zfun.collectives import Work
-from zfun.demo._picture import FAINT, INK, blank, check_folder, check_installed, dress, saved
+from zfun.demo._picture import FAINT, INK, check_folder, check_installed, dress
 from zfun.options import PATH, integer, takes
 from zfun.tables import in_columns
 
@@ -147,14 +147,18 @@ def rates_table(rates: Sequence[Rate]) -> str:
 
 def draw_rates(rates: Sequence[Rate], path: Path) -> Path:
     """Draw writes and reads over the number of threads; return the file."""
-    figure = blank(10, 4.4)
-    panels = figure.subplots(1, 2, sharey=True)
+    from zfun import drawing
+
     chosen = best(rates)
+    figure = drawing.blank(10, 4.4, f"Fastest: {chosen.setting}")
+    panels = figure.subplots(1, 2, sharey=True)
     for axes, name in zip(panels, ("write", "read"), strict=True):
         _draw_one(axes, rates, chosen, name)
     panels[0].set_ylabel("GB/s", color=INK)
     panels[1].legend(frameon=False, fontsize=9)
-    return saved(figure, f"Fastest: {chosen.setting}", 13, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _draw_one(axes: Axes, rates: Sequence[Rate], chosen: Rate, name: str) -> None:

@@ -6,51 +6,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from zfun.errors import OptionError
 from zfun.modules import functional
 from zfun.optim import adamw
-from zfun.options import BOOL, PATH, instance, integer, one_of, takes
+from zfun.options import PATH, instance, integer, takes
 from zfun.planner import Hardware, MeshCandidate, MeshModel, Plan, module_of, recompute
 from zfun.tables import in_columns
-
-
-@takes(
-    sizes=instance(Mapping, "the size of each axis, by name", "{'pp': 8, 'dp': 16, 'tp': 8}"),
-    stage=integer(0),
-    micro_batches=integer(1) | None,
-    recomputed=BOOL,
-    precision=one_of(torch.bfloat16, torch.float16) | None,
-)
-@dataclass(frozen=True)
-class MeshChoice:
-    """The composition that ``zfun plan --mesh`` plans.
-
-    Attributes:
-        sizes: the size of each axis, the slowest first: of ``pp``, ``dp``, ``sp`` and ``tp``.
-        stage: of :func:`zfun.zero`.
-        micro_batches: of a step; by default one for each row in a pipeline, else 1.
-        recomputed: whether layers are recomputed in backward.
-        precision: mixed precision.
-    """
-
-    sizes: Mapping[str, int]
-    stage: int = 1
-    micro_batches: int | None = None
-    recomputed: bool = False
-    precision: torch.dtype | None = None
 
 
 @takes(
     path=PATH,
     machine=instance(Hardware, "the rates and sizes of a machine", "demo.machine_of(None)"),
     ranks=integer(1),
-    choice=instance(MeshChoice, "a MeshChoice", "MeshChoice({'dp': 8})"),
+    choice=instance(MeshCandidate, "a composition", "MeshCandidate((('dp', 8),))"),
+    micro_batches=integer(1) | None,
     rows=integer(1),
     length=integer(2),
 )
@@ -59,7 +31,8 @@ def mesh_plan(
     machine: Hardware,
     *,
     ranks: int,
-    choice: MeshChoice,
+    choice: MeshCandidate,
+    micro_batches: int | None = None,
     rows: int = 1,
     length: int = 1024,
 ) -> int:
@@ -69,7 +42,8 @@ def mesh_plan(
         path: ``config.json``.
         machine: from :func:`zfun.demo.machine_of`.
         ranks: the number of ranks.
-        choice: the mesh and the rest of the composition.
+        choice: the composition. The size of one axis may be -1, for the ranks that are left.
+        micro_batches: of a step; by default one for each row in a pipeline, else 1.
         rows: sequences in the batch of a data rank.
         length: tokens in a sequence.
 
@@ -83,9 +57,19 @@ def mesh_plan(
     module = module_of(path)
     if choice.recomputed:
         recompute(module)
-    found = planned_mesh(module, ranks, choice, rows, length)
-    sizes = ", ".join(f"{name}={size}" for name, size in found.mesh)
-    print(f"{path}: {ranks} ranks ({sizes}), {rows} x {length} tokens on each data rank\n")
+    known = math.prod(size for _, size in choice.sizes if size != -1)
+    sizes = {name: max(1, ranks // known) if x == -1 else x for name, x in choice.sizes}
+    if length % sizes.get("sp", 1):
+        raise OptionError(
+            f"the ranks of a sequence axis divide the tokens; got sp={sizes['sp']} for a length of "
+            f"{length}; use a length that sp divides"
+        )
+    model = mesh_model(module, [sizes], lambda sizes: rows, length)
+    model = dataclasses.replace(model, micro_batches=micro_batches)
+    choice = choice._replace(sizes=tuple(sizes.items()), recomputed=False)
+    found = choice.plan(model, model.batch(sizes), ranks)
+    shown = ", ".join(f"{name}={size}" for name, size in found.mesh)
+    print(f"{path}: {ranks} ranks ({shown}), {rows} x {length} tokens on each data rank\n")
     return print_mesh(found, found.stages or (found,), machine)
 
 
@@ -95,21 +79,6 @@ def print_mesh(first: Plan, stages: Sequence[Plan], machine: Hardware) -> int:
     if len(stages) > 1 or math.isfinite(machine.flops_per_s):
         print(f"\n{in_columns(_rows_of(stages, machine))}")
     return int(any(plan.excess(machine) for plan in stages))
-
-
-def planned_mesh(module: Any, ranks: int, choice: MeshChoice, rows: int, length: int) -> Plan:
-    """Plan a causal model of Hugging Face over a mesh, with AdamW."""
-    known = math.prod(size for size in choice.sizes.values() if size != -1)
-    sizes = {name: max(1, ranks // known) if x == -1 else x for name, x in choice.sizes.items()}
-    if length % sizes.get("sp", 1):
-        raise OptionError(
-            f"the ranks of a sequence axis divide the tokens; got sp={sizes['sp']} for a length of "
-            f"{length}; use a length that sp divides"
-        )
-    model = mesh_model(module, [sizes], lambda sizes: rows, length)
-    model = dataclasses.replace(model, micro_batches=choice.micro_batches)
-    found = MeshCandidate(tuple(sizes.items()), choice.stage, False, choice.precision)
-    return found.plan(model, model.batch(sizes), ranks)
 
 
 def mesh_model(

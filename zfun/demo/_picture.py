@@ -6,14 +6,13 @@ import importlib.util
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from zfun.demo._table import MB, DemoResult, headline
 from zfun.errors import OptionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 PARTS = {"params": "#0072B2", "grads": "#E69F00", "optimizer": "#009E73"}
@@ -39,28 +38,14 @@ def check_folder(out: str | Path) -> Path:
 
 def draw(results: Sequence[DemoResult], path: Path, *, equal: bool) -> Path:
     """Draw memory, traffic and losses of all compositions side by side; return the file."""
-    figure = blank(13, 5.2, w_pad=0.12, h_pad=0.1)
+    from zfun import drawing
+
+    figure = drawing.blank(13, 5.2, headline(results))
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     memory, traffic, losses = figure.subplots(1, 3, width_ratios=(1.3, 1, 1.1))
     _draw_memory(memory, results)
     _draw_traffic(traffic, results)
     _draw_losses(losses, results, equal=equal)
-    return saved(figure, headline(results), 15, path)
-
-
-def blank(width: float, height: float, **pads: Any) -> Figure:
-    """Return a figure; not of pyplot, which would choose a window system and keep it alive."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(**pads))
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def saved(figure: Figure, title: str, size: float, path: Path) -> Path:
-    """Give a figure its title, and write it to a file."""
-    figure.suptitle(title, fontsize=size, fontweight="bold", color=INK, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path

@@ -25,8 +25,6 @@ State: TypeAlias = Any
 InitFn: TypeAlias = Callable[[Tree], State]
 UpdateFn: TypeAlias = Callable[[Tree, State, Tree], tuple[Tree, State]]
 PrepareFn: TypeAlias = "Callable[[Tree | None, State, Tree], Optimizer | None]"
-
-
 _Params = ParamSpec("_Params")
 
 
@@ -348,11 +346,8 @@ def _are_rules(value: Any) -> bool:
     """Whether an option holds optimizers, which are the parts of the result."""
     if isinstance(value, Optimizer):
         return True
-    return isinstance(value, tuple) and len(value) > 0 and all(map(_is_rule, value))
-
-
-def _is_rule(value: Any) -> bool:
-    return isinstance(value, tuple) or callable(value)
+    is_rule = lambda x: isinstance(x, tuple) or callable(x)
+    return isinstance(value, tuple) and len(value) > 0 and all(map(is_rule, value))
 
 
 def _values_of(schedule: Callable[[int], Any]) -> str:
@@ -370,13 +365,8 @@ def _structure_of(init: InitFn) -> str:
     except Exception:  # noqa: BLE001, an init for particular trees
         return "made for particular trees"
     leaves = zip(tree.paths(state), tree.leaves(state), strict=True)
-    described = ", ".join(
-        f"{path}: {leaf.dtype} {tuple(leaf.shape)}"
-        if isinstance(leaf, Tensor)
-        else f"{path}: {type(leaf).__name__}"
-        for path, leaf in leaves
-    )
-    return described or "empty"
+    kind = lambda x: f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    return ", ".join(f"{path}: {kind(leaf)}" for path, leaf in leaves) or "empty"
 
 
 @takes()

@@ -34,19 +34,17 @@ _MAX_SENT = 2
 class Handed:
     """The input of a stage, which transforms of the batch, such as a cast, leave as it is.
 
-    Args:
+    Attributes:
         value: the input; unused by the first stage.
         is_split: whether backward comes in two halves, for which the stage gets views.
-
-    Attributes:
         views: of the parameters, which the stage got.
     """
 
+    # No dataclass, because a batch is mapped down to the fields of a dataclass.
     __slots__ = ("is_split", "value", "views")
 
     def __init__(self, value: Any, *, is_split: bool) -> None:
-        self.value = value
-        self.is_split = is_split
+        self.value, self.is_split = value, is_split
         self.views: list[View] = []
 
     def viewed(self, leaf: Any) -> Any:
@@ -130,10 +128,11 @@ class Results:
     auxes: dict[int, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class PipelineStep:
     """The actions of a rank.
 
-    Args:
+    Attributes:
         stages: the stages of this rank, by number.
         num_stages: of the pipeline.
         channels: to and from other ranks, by stage and kind of the message.
@@ -143,25 +142,17 @@ class PipelineStep:
         loss_scale: the factor of the loss in backward.
     """
 
-    def __init__(
-        self,
-        stages: dict[int, StageFunction],
-        num_stages: int,
-        channels: dict[tuple[int, str], Channel],
-        start: StartVjp,
-        batches: Sequence[Any],
-        group: Group,
-        loss_scale: float | Tensor,
-    ) -> None:
-        self.results = Results()
-        self._stages = stages
-        self._last = num_stages - 1
-        self._channels = channels
-        self._start = start
-        self._batches = batches
-        self._keys = [_key(batch) for batch in batches]
-        self._group = group
-        self._loss_scale = loss_scale
+    stages: dict[int, StageFunction]
+    num_stages: int
+    channels: dict[tuple[int, str], Channel]
+    start: StartVjp
+    batches: Sequence[Any]
+    group: Group
+    loss_scale: float | Tensor
+
+    def __post_init__(self) -> None:
+        self._results = Results()
+        self._keys = [_key(batch) for batch in self.batches]
         self._open: dict[tuple[int, int], Open] = {}
         self._arriving: dict[tuple[int, str, int], Arrival] = {}
         self._sent: dict[Action, list[Work]] = {}
@@ -197,7 +188,7 @@ class PipelineStep:
                 call.pullback.close()
         while self._sent:
             self._wait_sent(next(iter(self._sent)))
-        return self.results
+        return self._results
 
     def _run(self, action: Action) -> None:
         stage, kind, k = action
@@ -219,16 +210,13 @@ class PipelineStep:
         elif kind == "SEND_B":
             self._send(action, self._arriving.pop((stage - 1, "B", k))(), lambda path: False)
         else:
-            channel = self._channels[stage, kind]
-            self._arriving[stage, kind[-1], k] = channel.receive(
-                _message(stage, kind, k), self._keys[k]
-            )
+            found = self.channels[stage, kind].receive(_message(stage, kind, k), self._keys[k])
+            self._arriving[stage, kind[-1], k] = found
 
     def _send(self, action: Action, value: Any, has_grad: Callable[[str], bool]) -> None:
         stage, kind, k = action
-        channel = self._channels[stage, kind]
-        works = channel.send(value, _message(stage, kind, k), self._keys[k], has_grad)
-        self._sent[action] = works
+        channel = self.channels[stage, kind]
+        self._sent[action] = channel.send(value, _message(stage, kind, k), self._keys[k], has_grad)
         while len(self._sent) > _MAX_SENT:
             self._wait_sent(next(iter(self._sent)))
 
@@ -244,11 +232,11 @@ class PipelineStep:
 
     def _forward(self, stage: int, k: int, x: Any) -> None:
         handed = Handed(x, is_split=(stage, k) in self._split)
-        out, pullback = self._start(self._stages[stage], (handed, self._batches[k]))
+        out, pullback = self.start(self.stages[stage], (handed, self.batches[k]))
         call = self._open[stage, k] = Open(x, out, pullback, handed.views)
-        if stage == self._last:
+        if stage == self.num_stages - 1:
             self._take_loss(k, out, call)
-        elif stage + 1 in self._stages:
+        elif stage + 1 in self.stages:
             # The rule for activations holds on one rank too.
             form_of(out, lambda path: False, "activations")
             wanted = set(pullback.paths)
@@ -256,21 +244,18 @@ class PipelineStep:
 
     def _take_loss(self, k: int, out: Any, call: Open) -> None:
         """Keep the loss of a micro-batch, and start to sum its weight."""
-        self.results.losses[k] = out["total"].detach()
+        self._results.losses[k] = out["total"].detach()
         if out["aux"] is not None:
-            (self.results.auxes[k],) = out["aux"]
+            (self._results.auxes[k],) = out["aux"]
         if out["weight"] is not None:
-            weight = out["weight"].detach().reshape(1)
-            part = f"micro-batch {k}"
-            self._summed[k] = self._group.start(
-                Collective(AllReduce(), "weight", part, Stream.CONTROL), weight
-            )
-            call.weights = weight
+            call.weights = out["weight"].detach().reshape(1)
+            summing = Collective(AllReduce(), "weight", f"micro-batch {k}", Stream.CONTROL)
+            self._summed[k] = self.group.start(summing, call.weights)
 
     def _backward(self, stage: int, k: int, *, is_whole: bool) -> None:
         call = self._open[stage, k]
-        if stage == self._last:
-            cotangents: Any = {"total": seed_of(call.out["total"], self._loss_scale)}
+        if stage == self.num_stages - 1:
+            cotangents: Any = {"total": seed_of(call.out["total"], self.loss_scale)}
             if call.weights is not None:
                 # Both in one tensor, for the stages before.
                 summed = self._summed.pop(k).wait()
@@ -306,19 +291,19 @@ class PipelineStep:
 
     def _add(self, k: int, call: Open, run: Callable[[], Any]) -> None:
         """Add the gradients of a micro-batch, which a function computes."""
-        total, weights = self.results.grads, call.weights
+        total, weights = self._results.grads, call.weights
         if weights is None and call.pullback.adds_onto(total):
             grads = run()
             # A leaf that one of the two uses is used.
             unused = dict.fromkeys(path for path in total.missed if path in grads.missed)
-            self.results.grads = grads.with_missed(unused)
+            self._results.grads = grads.with_missed(unused)
             return
         grads = run()
         if weights is not None:
-            self.results.weights[k] = weights[1]
+            self._results.weights[k] = weights[1]
             # Divided by the weight of all micro-batches at the end.
-            grads = times(grads, weights[1]) if len(self._batches) > 1 else grads
-        self.results.grads = add_grads(total, grads)
+            grads = times(grads, weights[1]) if len(self.batches) > 1 else grads
+        self._results.grads = add_grads(total, grads)
 
 
 def forward_only(

@@ -252,7 +252,7 @@ class Meter(TorchDispatchMode):
 
 
 def masters_of(state: Any) -> Iterator[Any]:
-    """Yield the master weights in an optimizer's state.
+    """Yield the trees of master weights in an optimizer's state.
 
     Example:
         >>> [*masters_of(None)]
@@ -260,7 +260,7 @@ def masters_of(state: Any) -> Iterator[Any]:
     """
     for part in tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState)):
         if isinstance(part, MasterState):
-            yield from tree.leaves(part.master)
+            yield part.master
             yield from masters_of(part.inner)
 
 

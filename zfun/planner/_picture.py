@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from zfun.planner._spans import Bars, Span
+    from zfun.planner._spans import Span
 
 _COLOURS = {
     "gather": drawing.BLUE,
@@ -32,45 +32,52 @@ _WIDTH = 11.0  # inches; of the bars 9.6
 _POINTS = 9.6 * 72
 
 
-def draw(timeline: Bars, rows: Sequence[tuple[str, int]], title: str) -> drawing.Drawing:
+def draw(
+    bars: Sequence[tuple[Span, tuple[str, int]]],
+    live: Sequence[tuple[float, int]],
+    unit: str,
+    title: str,
+) -> drawing.Drawing:
     """Draw the bars of a timeline, and below the bytes that are gathered, if there are any.
 
     Args:
-        timeline: the bars.
-        rows: the lane and the row of each bar.
+        bars: each with its lane and its row there.
+        live: pairs of a time and the bytes that are gathered from then on.
+        unit: of the times.
         title: stands above the bars.
     """
-    lanes = _lanes(timeline.spans)
+    spans = [span for span, _ in bars]
+    duration = max((span.end for span in spans), default=0.0)
     shown = [
         (lane, row)
-        for lane in lanes
-        for row in range(1 + max((r for name, r in rows if name == lane), default=-1))
+        for lane in _lanes(spans)
+        for row in range(1 + max((r for _, (name, r) in bars if name == lane), default=-1))
     ]
-    is_live = any(nbytes for _, nbytes in timeline.live)
+    is_live = any(nbytes for _, nbytes in live)
     heights = [0.46 * max(len(shown), 1) + 0.1, *([1.1] if is_live else [])]
     figure = drawing.blank(_WIDTH, sum(heights) + 1.35, title)
     axes = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
     ).ravel()
-    _draw_bars(axes[0], timeline, rows, shown)
+    _draw_bars(axes[0], bars, shown, duration)
     if is_live:
-        _draw_live(axes[1], timeline)
+        _draw_live(axes[1], live, duration)
     for panel in axes:
         drawing.frame(panel)
-        panel.set_xlim(0, timeline.duration or 1.0)
-    if timeline.unit == "s":
+        panel.set_xlim(0, duration or 1.0)
+    if unit == "s":
         axes[-1].xaxis.set_major_formatter(EngFormatter(unit="s"))
         axes[-1].set_xlabel("time, measured on this rank")
     else:
         axes[-1].xaxis.set_major_formatter(EngFormatter())
-        is_pipeline = any(span.lane not in _LANES for span in timeline.spans)
-        is_update = all(span.name.startswith("update") for span in timeline.spans)
+        is_pipeline = any(span.lane not in _LANES for span in spans)
+        is_update = all(span.name.startswith("update") for span in spans)
         axes[-1].set_xlabel(
             "time of the model; "
             f"{'the step' if is_update else 'forward'} takes 1 for each "
             f"{'stage' if is_pipeline else 'element of a bucket'}"
         )
-    drawing.put_legend(figure, _legend(timeline.spans))
+    drawing.put_legend(figure, _legend(spans))
     return figure
 
 
@@ -91,14 +98,17 @@ def _is_light(span: Span) -> bool:
 
 
 def _draw_bars(
-    axes: Axes, timeline: Bars, rows: Sequence[tuple[str, int]], shown: list[tuple[str, int]]
+    axes: Axes,
+    bars: Sequence[tuple[Span, tuple[str, int]]],
+    shown: list[tuple[str, int]],
+    duration: float,
 ) -> None:
     written: dict[int, float] = {}  # the end of the last number above each row
-    for span, row in zip(timeline.spans, rows, strict=True):
+    for span, row in bars:
         kind, width, height = _kind(span), span.end - span.start, shown.index(row)
         alpha = _LIGHT if _is_light(span) else 1.0
         drawing.draw_bar(axes, height, (span.start, width), _COLOURS[kind], high=_HIGH, alpha=alpha)
-        _write(axes, span, height, _POINTS / (timeline.duration or 1.0), written)
+        _write(axes, span, height, _POINTS / (duration or 1.0), written)
     lanes = {lane: [i for i, (name, _) in enumerate(shown) if name == lane] for lane, _ in shown}
     ticks = {lane: sum(places) / len(places) for lane, places in lanes.items() if places}
     axes.set_yticks(list(ticks.values()), list(ticks))
@@ -131,14 +141,14 @@ def _write(axes: Axes, span: Span, height: int, scale: float, written: dict[int,
     )
 
 
-def _draw_live(axes: Axes, timeline: Bars) -> None:
-    peak = max(nbytes for _, nbytes in timeline.live)
+def _draw_live(axes: Axes, live: Sequence[tuple[float, int]], duration: float) -> None:
+    peak = max(nbytes for _, nbytes in live)
     size, unit = drawing.unit_of(peak)
     # A release and a gather at one moment are one change.
-    changes = dict(timeline.live)
+    changes = dict(live)
     times, held = list(changes), [n / size for n in changes.values()]
     axes.fill_between(
-        [*times, timeline.duration],
+        [*times, duration],
         [*held, held[-1]],
         step="post",
         color=_COLOURS["gather"],

@@ -1,8 +1,8 @@
-"""The bars of a timeline."""
+"""One bar of a timeline."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Span(NamedTuple):
@@ -23,23 +23,3 @@ class Span(NamedTuple):
     bucket: int
     start: float
     end: float
-
-
-class Bars(Protocol):
-    """The parts of a timeline that a picture shows."""
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The bars."""
-
-    @property
-    def live(self) -> tuple[tuple[float, int], ...]:
-        """Pairs of a time and the bytes that are gathered from then on."""
-
-    @property
-    def unit(self) -> str:
-        """The unit of the times."""
-
-    @property
-    def duration(self) -> float:
-        """The time at which the last bar ends."""

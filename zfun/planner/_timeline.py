@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import importlib.util
 import itertools
@@ -128,7 +127,8 @@ class Timeline:
         kind, count = "measured" if self.unit == "s" else "planned", len(self.labels)
         what = "micro-batch" if self._is_pipeline else "bucket"
         buckets = f"{count} {what}{'' if count == 1 else 'es' if self._is_pipeline else 's'}"
-        return draw(self, _rows(self.spans), title or f"One step of {buckets}, {kind}")
+        rows = list(zip(self.spans, _rows(self.spans), strict=True))
+        return draw(rows, self.live, self.unit, title or f"One step of {buckets}, {kind}")
 
 
 def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
@@ -203,12 +203,13 @@ def timeline(
         >>> zf.planner.timeline(one_forward_one_backward(4, 8)).duration
         33.0
     """
+    if isinstance(schedule, Sequence):
+        return _of_pipeline(schedule, backward_cost)
     if isinstance(schedule, UpdatePlan):
         costs = {"read": read_cost, "compute": 1.0, "write": write_cost, "gather": gather_cost}
         return _of_update(schedule, costs)
-    if isinstance(schedule, Sequence):
-        return _of_pipeline(schedule, backward_cost)
-    return _Clock(schedule, gather_cost, reduce_cost, backward_cost, read_cost).run()
+    costs = {"read": read_cost, "gather": gather_cost, "reduce": reduce_cost}
+    return _of_schedule(schedule, costs, backward_cost)
 
 
 def _of_pipeline(schedule: PipelineSchedule, backward_cost: float) -> Timeline:
@@ -253,81 +254,42 @@ def _of_update(plan: UpdatePlan, costs: dict[str, float]) -> Timeline:
     return Timeline(tuple(spans), (), "unit", plan.labels)
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Walks through a schedule with one clock for each lane."""
+def _of_schedule(schedule: Schedule, costs: dict[str, float], backward_cost: float) -> Timeline:
+    """Walk through a schedule with one clock for each lane."""
+    buckets = schedule.trace.buckets
+    spans: list[Span] = []
+    free = dict.fromkeys(("compute", "gather", "reduce", "read"), 0.0)
+    read: dict[int, float] = {}
+    there: dict[int, float] = {}
+    live: list[tuple[float, int]] = []
+    used: set[tuple[str, int]] = set()
+    reductions = reductions_of(schedule)
 
-    schedule: Schedule
-    gather_cost: float
-    reduce_cost: float
-    backward_cost: float
-    read_cost: float
-    spans: list[Span] = dataclasses.field(default_factory=list)
-
-    def run(self) -> Timeline:
-        trace = self.schedule.trace
-        free = {"compute": 0.0, "gather": 0.0, "reduce": 0.0, "read": 0.0}
-        read: dict[int, float] = {}
-        there: dict[int, float] = {}
-        live: list[tuple[float, int]] = []
-        used: set[tuple[str, int]] = set()
-        reductions = reductions_of(self.schedule)
-        for place, (step, held) in enumerate(
-            zip(self.schedule.steps, self.schedule.live_bytes(), strict=True)
-        ):
-            numel = trace.buckets[step.bucket].numel
-            if step.kind == "read":
-                cost = numel * self.read_cost
-                read[step.bucket] = self._span(
-                    free, "read", step.phase, step.bucket, free["compute"], cost
-                )
-            elif step.kind == "gather":
-                # The host starts the gather when the shard is there, and computes nothing before.
-                free["compute"] = max(free["compute"], read.pop(step.bucket, 0.0))
-                there[step.bucket] = self._span(
-                    free,
-                    "gather",
-                    step.phase,
-                    step.bucket,
-                    free["compute"],
-                    numel * self.gather_cost,
-                )
-                live.append((free["compute"], held))
-            elif step.kind == "use":
-                cost = numel * (self.backward_cost if step.phase == "backward" else 1.0)
-                self._span(
-                    free, "compute", step.phase, step.bucket, there.get(step.bucket, 0.0), cost
-                )
-                used.add((step.phase, step.bucket))
-            elif (
-                step.kind == "reduce"
-                and ("forward", step.bucket) in used
-                and ("backward", step.bucket) not in used
-            ):
-                # Backward computes the gradients of the leaves without the values of the bucket,
-                # and no gradient of the inputs.
-                self._span(
-                    free, "compute", step.phase, step.bucket, 0.0, numel * self.backward_cost / 2
-                )
-            elif step.kind == "release":
-                live.append((free["compute"], held))
-            for bucket, _ in reductions.get(place, ()):
-                cost = trace.buckets[bucket].numel * self.reduce_cost
-                self._span(free, "reduce", "backward", bucket, free["compute"], cost)
-        return Timeline(
-            tuple(self.spans), tuple(live), "unit", tuple(bucket.label for bucket in trace.buckets)
-        )
-
-    def _span(
-        self,
-        free: dict[str, float],
-        lane: str,
-        phase: str,
-        bucket: int,
-        earliest: float,
-        cost: float,
-    ) -> float:
+    def add(lane: str, phase: str, bucket: int, cost: float, earliest: float = 0.0) -> float:
         start = max(free[lane], earliest)
-        free[lane] = start + cost
-        self.spans.append(Span(lane, f"{phase} {bucket}", bucket, start, free[lane]))
+        free[lane] = start + buckets[bucket].numel * cost
+        spans.append(Span(lane, f"{phase} {bucket}", bucket, start, free[lane]))
         return free[lane]
+
+    for place, (step, held) in enumerate(zip(schedule.steps, schedule.live_bytes(), strict=True)):
+        kind, bucket, phase = step
+        if kind == "read":
+            read[bucket] = add("read", phase, bucket, costs["read"], free["compute"])
+        elif kind == "gather":
+            # The host starts the gather when the shard is there, and computes nothing before.
+            free["compute"] = max(free["compute"], read.pop(bucket, 0.0))
+            there[bucket] = add("gather", phase, bucket, costs["gather"], free["compute"])
+            live.append((free["compute"], held))
+        elif kind == "use":
+            cost = backward_cost if phase == "backward" else 1.0
+            add("compute", phase, bucket, cost, there.get(bucket, 0.0))
+            used.add((phase, bucket))
+        elif kind == "release":
+            live.append((free["compute"], held))
+        elif ("forward", bucket) in used and ("backward", bucket) not in used:
+            # Backward computes the gradients of the leaves without the values of the bucket, and no
+            # gradient of the inputs.
+            add("compute", phase, bucket, backward_cost / 2)
+        for reduced, _ in reductions.get(place, ()):
+            add("reduce", "backward", reduced, costs["reduce"], free["compute"])
+    return Timeline(tuple(spans), tuple(live), "unit", tuple(bucket.label for bucket in buckets))

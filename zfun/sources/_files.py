@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +100,11 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         # A device may act when opened, and a pipe waits for a writer, so the kind is checked first.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
+            raise UntrustedCheckpoint(
+                f"a checkpoint consists of regular files; got {path}, which is something else; "
+                "load checkpoints of trusted origin only",
+                path=str(path),
+            )
         is_disk = not isinstance(path, Address)
         self._files = Files() if is_disk else path.files
         # Files follows no links; check_no_link() has looked where this one leads.
@@ -121,10 +124,6 @@ class OpenFile:
             rest, offset = rest[count:], offset + count
         return len(buffer) - len(rest)
 
-    def fill(self, into: Tensor, offset: int) -> int:
-        """Fill a contiguous tensor; return the number of bytes, fewer at the end of the file."""
-        return self.read(into.view(-1).view(torch.uint8).numpy(), offset)
-
     def close(self) -> None:
         self._files.close(self._fd)
 
@@ -135,18 +134,9 @@ class OpenFile:
         self.close()
 
 
-class NotRegularError(OSError):
-    """A path leads to a pipe, a device or a folder."""
-
-
 def _open(path: Path) -> OpenFile:
     try:
         return OpenFile(path)
-    except NotRegularError:
-        raise UntrustedCheckpoint(
-            f"a checkpoint consists of regular files; got {path}, which is something else; load "
-            "checkpoints of trusted origin only"
-        ) from None
     except (OSError, ValueError) as error:
         if os.path.isfile(str(path)):  # noqa: PTH113, Path.is_file() raises for some names
             raise CheckpointError(
@@ -168,7 +158,7 @@ def read_into(path: Path, offset: int, into: Tensor) -> None:
         CorruptCheckpoint: the file ends before.
     """
     with _open(path) as opened:
-        done = opened.fill(into, offset)
+        done = opened.read(into.view(-1).view(torch.uint8).numpy(), offset)
     if done < into.nbytes:
         raise CorruptCheckpoint(
             f"{path} holds the bytes that its header promises; got an end of file at byte "
@@ -194,8 +184,13 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file of bounded size, without repeated keys."""
+    return as_json(path, read_text(path))
+
+
+def as_json(path: Path, text: str | bytes) -> Any:
+    """Return the value of a text of a file, without repeated keys."""
     try:
-        return parse_json(read_text(path))
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path} is JSON with different keys; got {error}; copy the file again",
@@ -212,6 +207,36 @@ def in_file(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype)
         return found
 
     return StoredTensor(shape, dtype, fetch)
+
+
+def of_index(
+    folder: Path, name: str, open_file: Callable[[Path], Mapping[str, StoredTensor]]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of the files that an index of a folder names."""
+    index = folder / name
+    content = read_json(index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict):
+        raise CorruptCheckpoint(f"an index has a weight_map; got {index} without; copy it again")
+    found: dict[str, StoredTensor] = {}
+    file_of: dict[str, Path] = {}
+    for file in dict.fromkeys(entry(folder, file, str(index)) for file in places.values()):
+        for name, tensor in open_file(file).items():
+            if name in found:
+                raise CorruptCheckpoint(
+                    f"one file has each tensor; {name!r} is in {file_of[name]} and in {file}; "
+                    "remove one of them, and the index that names both",
+                    leaf=name,
+                )
+            found[name], file_of[name] = tensor, file
+    lost = [name for name in places if name not in found]
+    if lost:
+        raise CorruptCheckpoint(
+            f"the files of {folder} have every tensor of the index; {lost[0]!r} is missing "
+            f"from {places[lost[0]]}; copy the folder again",
+            leaf=lost[0],
+        )
+    return found
 
 
 def in_memory(tensor: Tensor) -> StoredTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -253,7 +253,24 @@ def place(
         >>> place(source, {"w": torch.zeros(3)}, strict=False).unexpected
         ('b',)
     """
-    leaves, tree_of = once(params, "place()", (Tensor, Deferred))
+    found = matched("place()", source, params, name_of, dtype)
+    if strict and (found.missing or found.unexpected):
+        raise SpecMismatch(
+            f"{differences(source, found.missing, found.unexpected)}, strict=False takes what "
+            "there is"
+        )
+    return found
+
+
+def matched(
+    label: str,
+    source: Source,
+    params: tree.Tree,
+    name_of: Callable[[str], str] | None,
+    dtype: torch.dtype | None = None,
+) -> Placed:
+    """Place the leaves of a source, and refuse one of another shape or kind of numbers."""
+    leaves, tree_of = once(params, label, (Tensor, Deferred))
     found: dict[Hashable, Any] = {}
     missing, wrong, used = list[str](), list[str](), set[int]()
     for key, (leaf, paths) in leaves.items():
@@ -264,6 +281,8 @@ def place(
             missing.append(names[0])
         elif source[name].shape != leaf.shape:
             wrong.append(f"{name!r} is {tuple(source[name].shape)}, not {tuple(leaf.shape)}")
+        elif source[name].dtype.is_floating_point != leaf.dtype.is_floating_point:
+            wrong.append(f"{name!r} is {source[name].dtype}, not {leaf.dtype}")
         else:
             found[key] = _cast(source[name], dtype)
         used.update(id(source[name]) for name in names if name in source)
@@ -271,8 +290,8 @@ def place(
     unexpected = [
         name for name, leaf in source.items() if id(leaf) not in used and name not in ties
     ]
-    if wrong or (strict and (missing or unexpected)):
-        raise SpecMismatch(_differences(source, missing, unexpected, wrong))
+    if wrong:
+        raise SpecMismatch(differences(source, missing, unexpected, wrong))
     return Placed(tree_of(found), tuple(missing), tuple(unexpected))
 
 
@@ -282,17 +301,22 @@ def _cast(leaf: Deferred, dtype: torch.dtype | None) -> Deferred:
     return Deferred(leaf.path, leaf.spec.to(dtype), lambda: leaf.load().to(dtype), leaf.device)
 
 
-def _differences(
-    source: Source, missing: list[str], unexpected: list[str], wrong: list[str]
+def differences(
+    source: Source,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+    wrong: Sequence[str] = (),
 ) -> str:
+    """Say how the leaves of a source differ from those of a tree."""
+
     def near(name: str) -> str:
         close = difflib.get_close_matches(name, unexpected or list(source), n=1)
         return f"{name!r}" + (f" (near: {close[0]!r})" if close else "")
 
-    kinds: dict[str, tuple[list[str], Callable[[str], str]]] = {
+    kinds: dict[str, tuple[Sequence[str], Callable[[str], str]]] = {
         "missing": (missing, near),
         "unexpected": (unexpected, repr),
-        "of another shape": (wrong, str),
+        "of another shape or kind": (wrong, str),
     }
     lines = [
         f"{words} {', '.join(map(show, entries[:_MOST]))}"
@@ -302,5 +326,5 @@ def _differences(
     ]
     return (
         f"the leaves of a source must be those of the tree; {source.origin}: {'; '.join(lines)}; "
-        "name_of=lambda path: ... names a leaf in the source, strict=False takes what there is"
+        "name_of=lambda path: ... names a leaf in the source"
     )

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zfun.errors import CorruptCheckpoint, OptionError
+from zfun.errors import OptionError
 from zfun.objects import located
 from zfun.options import PATH, takes
-from zfun.sources._files import StoredTensor, check_no_link, entry, read_json
+from zfun.sources._files import StoredTensor, check_no_link, of_index
 from zfun.sources._pickles import load
 from zfun.sources._safetensors import safetensors
-from zfun.sources._source import Source, joined, named
+from zfun.sources._source import Source, named
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -54,9 +54,13 @@ def state_dict(path: str | Path) -> Source:
         )
     if path.suffix == ".safetensors":
         return Source(safetensors(str(path)), str(path))
+    return named(_pickled(path), str(path))
+
+
+def _pickled(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     _collect(load(path), "", found)
-    return named(found, str(path))
+    return found
 
 
 def _collect(value: Any, prefix: str, found: dict[str, StoredTensor]) -> None:
@@ -103,23 +107,9 @@ def huggingface(path: str | Path) -> Source:
         return Source(safetensors(str(folder)), str(folder))
     if (folder / PICKLES[0]).is_file():
         return state_dict(str(folder / PICKLES[0]))
-    index = folder / PICKLES[1]
-    if not index.is_file():
+    if not (folder / PICKLES[1]).is_file():
         raise OptionError(
             f"path of huggingface() must be a folder with one of {', '.join(SAFETENSORS + PICKLES)}"
             f"; got {str(folder)!r}; download the model into a local folder first"
         )
-    content = read_json(index)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict):
-        raise CorruptCheckpoint(f"an index has a weight_map; got {index} without; copy it again")
-    files = dict.fromkeys(entry(folder, name, str(index)) for name in places.values())
-    found = joined(*(state_dict(str(file)) for file in files))
-    lost = [name for name in places if name not in found]
-    if lost:
-        raise CorruptCheckpoint(
-            f"the files of {folder} have every tensor of the index; {lost[0]!r} is missing from "
-            f"{places[lost[0]]}; copy the folder again",
-            leaf=lost[0],
-        )
-    return found
+    return named(of_index(folder, PICKLES[1], _pickled), str(folder))

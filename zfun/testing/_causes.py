@@ -7,45 +7,26 @@ from collections.abc import Callable
 import torch
 
 from zfun.errors import ZfunError
+from zfun.testing import _marks, _mistakes
 from zfun.testing._evidence import Evidence
-from zfun.testing._marks import (
-    decay,
-    lost_tail,
-    no_gradient,
-    own_norm,
-    own_rule,
-    rounding,
-    skips_alone,
-)
-from zfun.testing._mistakes import (
-    lost_part,
-    lost_state,
-    lost_tie,
-    not_reduced,
-    stale,
-    wrong_dual,
-    wrong_factor,
-    wrong_mean,
-    wrong_weights,
-)
 
 _CAUSES: tuple[Callable[[Evidence], str], ...] = (
-    wrong_mean,
-    skips_alone,
-    lost_tail,
-    stale,
-    lost_tie,
-    not_reduced,
-    wrong_dual,
-    lost_part,
-    own_rule,
-    wrong_factor,
-    lost_state,
-    wrong_weights,
-    decay,
-    rounding,
-    own_norm,
-    no_gradient,
+    _mistakes.wrong_mean,
+    _marks.skips_alone,
+    _marks.lost_tail,
+    _mistakes.stale,
+    _mistakes.lost_tie,
+    _mistakes.not_reduced,
+    _mistakes.wrong_dual,
+    _mistakes.lost_part,
+    _marks.own_rule,
+    _mistakes.wrong_factor,
+    _mistakes.lost_state,
+    _mistakes.wrong_weights,
+    _marks.decay,
+    _marks.rounding,
+    _marks.own_norm,
+    _marks.no_gradient,
 )
 
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from zfun.collectives import Work
 from zfun.layout import Layout
+from zfun.transforms.call._hooks import Handle
 from zfun.transforms.call._trace import Step
 
 EventKind: TypeAlias = Literal[
@@ -119,11 +120,7 @@ class Notes:
         return self._known[-1][0]
 
 
-class _NotedHandle(Protocol):
-    def wait(self) -> Any: ...
-
-
-def timed(handle: _NotedHandle, notes: Notes, note: Callable[[float], None]) -> Work:
+def timed(handle: Handle, notes: Notes, note: Callable[[float], None]) -> Work:
     """Return a handle that notes the time at which the wait began."""
 
     def finish() -> Any:

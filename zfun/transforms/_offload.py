@@ -19,6 +19,7 @@ from zfun.optim import Optimizer, PrepareInner, as_optimizer, passed_on
 from zfun.options import ANY, FRACTION, FUNCTION, takes
 from zfun.placement import S
 from zfun.stores import Store
+from zfun.transforms.call._hooks import Done
 from zfun.transforms.grads._gradient_function import GradientFunction
 from zfun.transforms.grads._value import (
     ZfunGradient,
@@ -170,26 +171,15 @@ class _OffloadedLoss(ZfunLoss):
 
 
 @dataclass(frozen=True, slots=True)
-class _MovedBucket:
-    """A move that is over."""
-
-    handle: stores.Stored
-
-    def wait(self) -> stores.Stored:
-        """Return the handle of the store."""
-        return self.handle
-
-
-@dataclass(frozen=True, slots=True)
 class _Put:
     """The hook of :func:`offload_grads`."""
 
     store: Store
 
-    def start(self, buffer: Any, layout: Layout, bucket: int) -> _MovedBucket:
+    def start(self, buffer: Any, layout: Layout, bucket: int) -> Done:
         """Hand a bucket to the store."""
         with stores.locating(leaf=layout.label(bucket)):
-            return _MovedBucket(self.store.put(buffer, "grads"))
+            return Done(self.store.put(buffer, "grads"))
 
 
 @takes(vg=FUNCTION)

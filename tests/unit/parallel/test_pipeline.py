@@ -123,6 +123,22 @@ def test_tables_of_torch_run(kind: Any) -> None:
     assert_equal_bits(pipelines.stages(4), 4, 1, schedule, 2, 1)
 
 
+def test_a_cast_leaves_what_a_stage_got_from_another() -> None:
+    """The batch is cast, but activations are no part of it."""
+
+    def first(params: Any, batch: Any) -> Any:
+        # Thirds in float32 have bits that bfloat16 has not.
+        x = pipelines.layer(params, batch["x"]).float() / 3
+        return {"x": x, "rest": (batch["mask"], None)}
+
+    def last(params: Any, x: Any, batch: Any) -> Any:
+        mask, _ = x["rest"]
+        out = x["x"] @ params["w"].float()
+        return ((out - batch["y"].float()) ** 2 * mask).mean()
+
+    assert_equal_bits([first, last], 2, 1, "1f1b", 2, 1, precision=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,12 @@ def test_many_parameters_are_found() -> None:
     names = ", ".join(f"a{i}" for i in range(9))
     one = module("zfun/a.py", f"class A:\n    def f(self, {names}): ...\n    def g(self, x): ...\n")
     assert figures.with_many_parameters([one]) == ["zfun/a.py:2 f (9)"]
+
+
+def test_contributing_says_what_the_lines_of_each_large_folder_buy(
+    package: list[figures.Module],
+) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = {name: float(x) for name, x in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.M)}
+    counts = {name: n / 1000 for name, n in figures.lines_by_folder(package).items() if n >= 1000}
+    assert told == pytest.approx(counts, rel=0.1)

@@ -511,7 +511,9 @@ def test_place_lists_every_difference() -> None:
     assert placed.tree["new"] is like["new"]
     rename = lambda path: {"b.weights": "b.weight", "new": "old"}.get(path, path)
     assert sources.place(source, like, name_of=rename).missing == ()
-    with pytest.raises(SpecMismatch, match=r"of another shape 'a.weight' is \(2,\), not \(4,\)"):
+    with pytest.raises(
+        SpecMismatch, match=r"of another shape or kind 'a.weight' is \(2,\), not \(4,\)"
+    ):
         sources.place(source, {"a.weight": torch.zeros(4)}, strict=False)
     half = sources.place(source, like, name_of=rename, dtype=torch.bfloat16).tree["new"]
     assert half.load().dtype == half.dtype == torch.bfloat16

@@ -11,20 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from zfun.collectives._ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Op,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    Stream,
-    UnequalAllToAll,
-    describe,
-)
+from zfun.collectives import _ops
 from zfun.collectives.backends._diagnosis import SAME_ORDER
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
 from zfun.ops._sums import sum_in_rank_order
@@ -32,7 +19,7 @@ from zfun.ops._sums import sum_in_rank_order
 _Result = TypeVar("_Result")
 
 
-def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Tensor]:
+def evaluate(op: _ops.Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Tensor]:
     """Compute a collective for all ranks from its definition.
 
     Args:
@@ -44,31 +31,32 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
         The result of each rank: its ``out``, else a fresh tensor.
 
     Example:
-        >>> evaluate(ReduceScatter(), [torch.tensor([1, 2]), torch.tensor([10, 20])], [None, None])
+        >>> inputs = [torch.tensor([1, 2]), torch.tensor([10, 20])]
+        >>> evaluate(_ops.ReduceScatter(), inputs, [None, None])
         [tensor([11]), tensor([22])]
     """
     size = len(inputs)
     match op:
-        case AllGather():
+        case _ops.AllGather():
             results = [torch.cat(list(inputs))] * size
-        case ReduceScatter():
+        case _ops.ReduceScatter():
             results = (
                 sum_in_rank_order(inputs).unflatten(0, (size, inputs[0].numel() // size)).unbind()
             )
-        case AllReduce():
+        case _ops.AllReduce():
             results = [sum_in_rank_order(inputs)] * size
-        case Broadcast(root):
+        case _ops.Broadcast(root):
             results = [inputs[root]] * size
-        case Reduce(root):
+        case _ops.Reduce(root):
             total = sum_in_rank_order(inputs)
             results = [total if rank == root else torch.zeros_like(total) for rank in range(size)]
-        case AllToAll():
+        case _ops.AllToAll():
             chunks = torch.stack(list(inputs)).unflatten(1, (size, inputs[0].numel() // size))
             results = [received.flatten() for received in chunks.unbind(1)]
-        case UnequalAllToAll(counts):
+        case _ops.UnequalAllToAll(counts):
             parts = [x.split(row) for x, row in zip(inputs, counts, strict=True)]
             results = [torch.cat(received) for received in zip(*parts, strict=True)]
-        case Permute():
+        case _ops.Permute():
             results = [inputs[source] for source in op.sources]
     return [
         result.clone() if out is None else out.copy_(result)
@@ -80,10 +68,10 @@ def evaluate(op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) ->
 class PendingCollective:
     """One collective in progress: the inputs so far, and the results."""
 
-    stream: Stream
+    stream: _ops.Stream
     index: int
     members: tuple[int, ...]
-    calls: dict[int, Collective] = field(default_factory=dict)
+    calls: dict[int, _ops.Collective] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outs: dict[int, Tensor | None] = field(default_factory=dict)
@@ -129,7 +117,7 @@ class World:
         rank: int,
         members: tuple[int, ...],
         channel: tuple[int, ...],
-        call: Collective,
+        call: _ops.Collective,
         x: Tensor,
         out: Tensor | None,
     ) -> PendingCollective:
@@ -146,7 +134,7 @@ class World:
         place = (members[0], channel, call.stream, index)
         pending = self._pending.setdefault(place, PendingCollective(call.stream, index, members))
         pending.calls[rank] = call
-        pending.texts[rank] = describe(call, x.numel(), x.dtype)
+        pending.texts[rank] = _ops.describe(call, x.numel(), x.dtype)
         pending.inputs[rank] = x
         pending.outs[rank] = out
         first = next(iter(pending.texts))

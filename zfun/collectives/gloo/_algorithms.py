@@ -37,18 +37,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zfun.collectives._ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Op,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    UnequalAllToAll,
-)
+from zfun.collectives import _ops
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.ops._sums import sum_in_rank_order
 
@@ -114,12 +103,12 @@ class Started(NamedTuple):
             pass
 
 
-def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
+def num_transfers(op: _ops.Op, numel: int, itemsize: int, size: int) -> int:
     """Return how many times a collective of so many elements calls its exchange."""
     match op:
-        case ReduceScatter():
+        case _ops.ReduceScatter():
             return len(_spans(numel // size, itemsize))
-        case AllReduce():
+        case _ops.AllReduce():
             if _is_added_twice(numel, itemsize, size):
                 return len(_spans(numel, itemsize))
             return 2 * len(_spans(-(-numel // size), itemsize))
@@ -128,7 +117,7 @@ def num_transfers(op: Op, numel: int, itemsize: int, size: int) -> int:
 
 
 def start_exchange(
-    call: Collective,
+    call: _ops.Collective,
     x: Tensor,
     out: Tensor,
     rank: int,
@@ -154,33 +143,33 @@ def start_exchange(
     here = _RankPlace(rank, size, exchange, pool)
     others, nobody = here.to_others(x), list[Tensor | None]([None] * size)
     match op:
-        case AllGather():
+        case _ops.AllGather():
             slices = _chunks(out, size)
             return Started(exchange(others, slices), meanwhile=_Copy(x, slices[rank]))
-        case ReduceScatter():
+        case _ops.ReduceScatter():
             return Started(*_start_sum(here, _chunks(x, size), out))
-        case AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
+        case _ops.AllReduce() if _is_added_twice(x.numel(), x.dtype.itemsize, size):
             return Started(*_start_sum(here, [x, x], out))
-        case AllReduce():
+        case _ops.AllReduce():
             return _start_all_reduce(here, x, out)
-        case Broadcast(root):
+        case _ops.Broadcast(root):
             sends, recvs = (others, nobody) if rank == root else (nobody, _only(root, out, size))
             return Started(exchange(sends, recvs), (_Copy(x, out),) if rank == root else ())
-        case Reduce(root) if rank == root:
+        case _ops.Reduce(root) if rank == root:
             received = _receive_buffers(here, x, out)
             return Started(
                 exchange(nobody, received), (functools.partial(_Sum(received, out), slice(None)),)
             )
-        case Reduce(root):
+        case _ops.Reduce(root):
             out.zero_()
             return Started(exchange(_only(root, x, size), nobody))
-        case AllToAll():
+        case _ops.AllToAll():
             chunks, slices = _chunks(x, size), _chunks(out, size)
             return Started(exchange(chunks, slices), meanwhile=_Copy(chunks[rank], slices[rank]))
-        case UnequalAllToAll():
+        case _ops.UnequalAllToAll():
             parts, slices = x.split(op.sent), out.split(op.received)
             return Started(exchange(parts, slices), meanwhile=_Copy(parts[rank], slices[rank]))
-        case Permute(destinations):
+        case _ops.Permute(destinations):
             transfer = exchange(
                 _only(destinations[rank], x, size), _only(op.sources[rank], out, size)
             )

@@ -56,23 +56,16 @@ class _Background(Protocol):
 class _Messages:
     """The messages of one exchange with all ranks, under way."""
 
-    __slots__ = ("_receives", "_sends", "_tensors", "_timeout_s")
+    __slots__ = ("_tensors", "_timeout_s", "_works")
 
     def __init__(
-        self,
-        sends: list[tuple[int, _Background]],
-        receives: list[tuple[int, _Background]],
-        tensors: object,
-        timeout_s: float,
+        self, works: list[tuple[int, _Background]], tensors: object, timeout_s: float
     ) -> None:
-        self._sends = sends
-        self._receives = receives
-        self._tensors = tensors
-        self._timeout_s = timeout_s
+        self._works, self._tensors, self._timeout_s = works, tensors, timeout_s
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        for peer, work in (*self._receives, *self._sends):
+        for peer, work in self._works:
             # Gloo reads 0 as "no timeout".
             left = max(deadline - time.monotonic(), 0.001)
             try:
@@ -84,8 +77,7 @@ class _Messages:
                 raise TransportError(
                     peer, f"no answer within {self._timeout_s:g} s" if silent else first_line(error)
                 ) from error
-        self._sends.clear()
-        self._receives.clear()
+        self._works.clear()
         self._tensors = None
 
 
@@ -196,11 +188,9 @@ class ExchangeGroup(ProcessGroup):
         # Messages are raw memory, which a lazy conjugate or negative shares with the original.
         x = x.detach().resolve_conj().resolve_neg()
         self._check_open()
-        result = (
-            self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype)
-            if out is None
-            else out
-        )
+        result = out
+        if result is None:
+            result = self._buffer_pool.take(call.op.output_numel(x.numel(), self.size), x.dtype)
         text = describe(call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, lambda: text)
         with torch.no_grad(), self._explained(call, text, index):
@@ -227,12 +217,10 @@ class ExchangeGroup(ProcessGroup):
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._check_process()
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
         # The first access to fresh pages costs as much as a sum.
-        return (
-            self._buffer_pool.take(numel, dtype)
-            if device.type == "cpu"
-            else torch.empty(numel, dtype=dtype, device=device)
-        )
+        return self._buffer_pool.take(numel, dtype)
 
     def _begin(
         self, call: Collective, text: str, index: int, x: Tensor, out: Tensor
@@ -248,11 +236,9 @@ class ExchangeGroup(ProcessGroup):
             return self._background(call.stream, lambda: begin().steps())
         started = begin()
         self._under_way[call.stream, index] = started
-        return (
-            self._background(call.stream, started.steps)
-            if started.in_background
-            else started.finish
-        )
+        if started.in_background:
+            return self._background(call.stream, started.steps)
+        return started.finish
 
     def _background(self, stream: Stream, job: _Job) -> Callable[[], None]:
         if stream not in self._stream_threads:
@@ -285,7 +271,7 @@ class ExchangeGroup(ProcessGroup):
                 if (tensor := sends[target]) is not None and tensor.numel():
                     with transport_errors(target):
                         outgoing.append((target, self._torch_group.send([tensor], target, tag)))
-            return _Messages(outgoing, receives, kept, self._timeout_s)
+            return _Messages([*receives, *outgoing], kept, self._timeout_s)
 
         return exchange
 
@@ -388,24 +374,16 @@ class _ColumnGroup:
         self._timeout_s = timeout_s
 
     def send(self, host: int, tensor: Tensor, number: int) -> _Messages:
-        peer = host * self._place.size + self._place.rank
-        with transport_errors(peer):
-            return _Messages(
-                [(peer, self._torch_group.send([tensor], peer, self._tags[number]))],
-                [],
-                tensor,
-                self._timeout_s,
-            )
+        return self._start(self._torch_group.send, host, tensor, number)
 
     def receive(self, host: int, tensor: Tensor, number: int) -> _Messages:
+        return self._start(self._torch_group.recv, host, tensor, number)
+
+    def _start(self, move: Any, host: int, tensor: Tensor, number: int) -> _Messages:
         peer = host * self._place.size + self._place.rank
         with transport_errors(peer):
-            return _Messages(
-                [],
-                [(peer, self._torch_group.recv([tensor], peer, self._tags[number]))],
-                tensor,
-                self._timeout_s,
-            )
+            work = move([tensor], peer, self._tags[number])
+        return _Messages([(peer, work)], tensor, self._timeout_s)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,19 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zfun.collectives._ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Op,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    Stream,
-    UnequalAllToAll,
-)
+from zfun.collectives import _ops
 from zfun.collectives.shm._mailbox import INLINE_BYTES, Letter, Mailbox
 from zfun.collectives.shm._pages import PAGE
 from zfun.collectives.shm._segment import Peer, Segment
@@ -55,7 +43,7 @@ class SharedMemory:
         self._mailbox = Mailbox(segment, peers, timeout_s)
         self._symmetric = Symmetric(segment, peers, self._mailbox, rank)
 
-    def watch(self, waiting: Callable[[Stream, int], AbstractContextManager[None]]) -> None:
+    def watch(self, waiting: Callable[[_ops.Stream, int], AbstractContextManager[None]]) -> None:
         """Enter a context, made of stream and index, for each wait that takes long."""
         self._mailbox.watch = waiting
 
@@ -73,7 +61,7 @@ class SharedMemory:
             return None
         return self._symmetric.tensor(block, numel, dtype)
 
-    def send(self, call: Collective, text: str, x: Tensor, out: Tensor | None) -> Letter:
+    def send(self, call: _ops.Collective, text: str, x: Tensor, out: Tensor | None) -> Letter:
         """Publish this rank's next collective of a stream.
 
         Args:
@@ -86,7 +74,7 @@ class SharedMemory:
             OptionError: there is no memory for the input. Nothing has been published then.
         """
         # Without counts, of which each step has others.
-        op = AllToAll() if isinstance(call.op, UnequalAllToAll) else call.op
+        op = _ops.AllToAll() if isinstance(call.op, _ops.UnequalAllToAll) else call.op
         readers = _readers(op, self.rank, self.size)
         sent = self._mailbox.prepare(call, text, readers, x, out)
         try:
@@ -170,14 +158,14 @@ class SharedMemory:
             self._symmetric.retire(block)
         return block
 
-    def _stays(self, op: Op, x: Tensor, out: Tensor | None) -> bool:
+    def _stays(self, op: _ops.Op, x: Tensor, out: Tensor | None) -> bool:
         """Whether readers may read an input in place, because no output overwrites the input."""
         # Peers read raw memory, which a lazy conjugate or negative shares with the original.
         if x.is_conj() or x.is_neg():
             return False
         if out is None or out.data_ptr() + out.nbytes <= x.data_ptr():
             return True
-        if isinstance(op, AllGather) and x.data_ptr() == out.data_ptr() + self.rank * x.nbytes:
+        if isinstance(op, _ops.AllGather) and x.data_ptr() == out.data_ptr() + self.rank * x.nbytes:
             return True
         return x.data_ptr() + x.nbytes <= out.data_ptr()
 
@@ -185,7 +173,7 @@ class SharedMemory:
 
     def _window(self, sent: Letter, x: Tensor) -> Tensor | None:
         call, block = sent.call, self._symmetric.block_at(sent.offset)
-        if not call.zero_copy or not isinstance(call.op, AllGather):
+        if not call.zero_copy or not isinstance(call.op, _ops.AllGather):
             return None
         if block is None or not all(_fits(at, x) for at in (sent.offset, *sent.inputs())):
             return None
@@ -194,27 +182,27 @@ class SharedMemory:
     def _compute(self, sent: Letter, x: Tensor, out: Tensor) -> None:
         op = sent.call.op
         match op:
-            case AllGather() | AllToAll():
+            case _ops.AllGather() | _ops.AllToAll():
                 inputs = chunks(x, self.size) if op.splits_input else [x] * self.size
                 for rank, piece in enumerate(chunks(out, self.size)):
                     self._copy(sent, inputs[self.rank], rank, piece)
-            case UnequalAllToAll():
+            case _ops.UnequalAllToAll():
                 own = x.split(op.sent)[self.rank]
                 for rank, piece in enumerate(out.split(op.received)):
                     self._copy(sent, own, rank, piece)
-            case ReduceScatter():
+            case _ops.ReduceScatter():
                 self._sum(sent, chunks(x, self.size)[self.rank], out)
-            case AllReduce():
+            case _ops.AllReduce():
                 # The output may be the input, so this rank too reads its term where the peers do.
                 place = sent.offset
                 self._sum(sent, self._segment.view(place, x.numel(), x.dtype) if place else x, out)
-            case Reduce(root) if root == self.rank:
+            case _ops.Reduce(root) if root == self.rank:
                 self._sum(sent, x, out)
-            case Reduce():
+            case _ops.Reduce():
                 out.zero_()
-            case Broadcast(root):
+            case _ops.Broadcast(root):
                 self._copy(sent, x, root, out)
-            case Permute():
+            case _ops.Permute():
                 self._copy(sent, x, op.sources[self.rank], out)
 
     def _copy(self, sent: Letter, own: Tensor, source: int, out: Tensor) -> None:
@@ -235,7 +223,7 @@ class SharedMemory:
 
     def _place_of(self, sent: Letter, peer: int, out: Tensor) -> int:
         (_, offset), op = sent.peers[peer], sent.call.op
-        if isinstance(op, UnequalAllToAll):
+        if isinstance(op, _ops.UnequalAllToAll):
             return offset + sum(op.counts[peer][: self.rank]) * out.dtype.itemsize
         return offset + (self.rank * out.nbytes if op.splits_input else 0)
 
@@ -256,15 +244,15 @@ def _fits(offset: int, x: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _readers(op: Op, rank: int, size: int) -> tuple[int, ...]:
+def _readers(op: _ops.Op, rank: int, size: int) -> tuple[int, ...]:
     """Return the ranks that read the input of a rank."""
     others: Sequence[int] = [peer for peer in range(size) if peer != rank]
     match op:
-        case Broadcast(root):
+        case _ops.Broadcast(root):
             others = others if rank == root else []
-        case Reduce(root):
+        case _ops.Reduce(root):
             others = [] if rank == root else [root]
-        case Permute(destinations):
+        case _ops.Permute(destinations):
             others = [peer for peer in others if destinations[rank] == peer]
         case _:
             pass

@@ -25,8 +25,7 @@ def transformer_params(num_layers: int, hidden: int) -> int:
         >>> transformer_params(128, 25_600) / 1e12
         1.00663296
 
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 3.
+    After ZeRO-Infinity's paper (Rajbhandari et al., 2021), section 3.
     """
     return 12 * num_layers * hidden**2
 
@@ -58,8 +57,7 @@ def intensity(
         >>> [intensity(part, batch=2) for part in ("params and grads", "optimizer", "activations")]
         [2048.0, 512.0, 196608.0]
 
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 4.
+    After ZeRO-Infinity's paper (Rajbhandari et al., 2021), section 4.
     """
     if part == "activations":
         return 24.0 * hidden * every
@@ -82,8 +80,7 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
         >>> round(efficiency(intensity("params and grads"), 70e9, 70e12), 3)
         0.506
 
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 4.
+    After ZeRO-Infinity's paper (Rajbhandari et al., 2021), section 4.
     """
     return ait * bandwidth / (ait * bandwidth + peak)
 
@@ -104,8 +101,7 @@ def required_bandwidth(ait: float, share: float, peak: float) -> float:
         >>> round(required_bandwidth(intensity("optimizer", batch=2), 0.9, 70e12) / 1e12, 2)
         1.23
 
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 4.
+    After ZeRO-Infinity's paper (Rajbhandari et al., 2021), section 4.
     """
     return share / (1 - share) * peak / ait
 
@@ -128,8 +124,7 @@ def aggregate_bandwidth(size: int, link: float, fabric: float) -> float:
         >>> [aggregate_bandwidth(n, 4e9, 70e9) / 1e9 for n in (1, 16, 64)]
         [4.0, 64.0, 70.0]
 
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 6.
+    After ZeRO-Infinity's paper (Rajbhandari et al., 2021), section 6.
     """
     return min(size * link, fabric)
 
@@ -179,8 +174,7 @@ def infinity_memory(
         >>> round(found.states / 2**40, 2), round(found.checkpoints / 2**40, 2)
         (18.31, 0.2)
 
-    After Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-    Learning" (2021), section 3.
+    After ZeRO-Infinity's paper (Rajbhandari et al., 2021), section 3.
     """
     return InfinityMemory(
         240.0 * num_layers * hidden**2,

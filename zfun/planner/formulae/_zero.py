@@ -36,8 +36,7 @@ def zero_memory(
         >>> [float(zero_memory(7.5e9, 64, stage)) / 1e9 for stage in (0, 1, 2, 3)]
         [120.0, 31.40625, 16.640625, 1.875]
 
-    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-    (2020), section 5.
+    After ZeRO's paper (Rajbhandari et al., 2020), section 5.
     """
     parts = (Fraction(optimizer_bytes), Fraction(2), Fraction(2))
     return Fraction(num_params) * sum(
@@ -74,8 +73,7 @@ def zero_table(
             1   120     120       120  16000   16000     16000
            64  31.4    16.6      1.88   4187    2218       250
 
-    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-    (2020), table 1.
+    After ZeRO's paper (Rajbhandari et al., 2020), table 1.
     """
     names = ("P_os", "P_os+g", "P_os+g+p")
     titles, header = [""], ["ranks"]
@@ -148,8 +146,7 @@ def largest_model(
         >>> [round(float(largest_model(32e9, 64, stage)) / 1e9, 1) for stage in range(4)]
         [2.0, 7.6, 14.4, 128.0]
 
-    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-    (2020), table 2.
+    After ZeRO's paper (Rajbhandari et al., 2020), table 2.
     """
     each_bytes = zero_memory(1, size, stage, optimizer_bytes=optimizer_bytes)
     return model_parallel * Fraction(device_bytes) / each_bytes
@@ -214,8 +211,7 @@ def zero_volume(
         >>> int(zero_volume(1024, 8, 3, num_micro_batches=4).total)
         10752
 
-    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-    (2020), section 7.
+    After ZeRO's paper (Rajbhandari et al., 2020), section 7.
     """
     once = Fraction(num_params) * (size - 1) / size
     reductions = 1 if reduce_once or stage < 2 else num_micro_batches

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfun import tree
-from zfun.flat import flats, leaf_spans
-from zfun.optim import MasterState
+from zfun.flat import Flat, flats, leaf_spans
+from zfun.planner._meter import masters_of
 from zfun.stores import Stored
 
 
@@ -29,26 +27,20 @@ class PathBytes(NamedTuple):
     moments: int
 
 
-def _parts(state: Any) -> Iterator[tuple[str, tree.Tree]]:
-    """Yield the parts of a state, each with its category."""
-    rest = getattr(state, "opt_state", None)
-    masters: list[Any] = []
-
-    def without_masters(value: Any) -> Any:
-        if not isinstance(value, MasterState):
-            return value
-        masters.append(value.master)
-        return [tree.map(without_masters, value.inner, is_leaf=_is_master)]
-
-    moments = tree.map(without_masters, rest, is_leaf=_is_master)
-    yield "masters", masters
-    yield "moments", moments
-    of_optimizer = {id(flat) for flat in flats(rest)}
-    yield "params", [flat for flat in flats(state) if id(flat) not in of_optimizer]
+def _parts(state: Any) -> dict[str, list[Flat]]:
+    """Return the flats of a state by category."""
+    opt_state = getattr(state, "opt_state", None)
+    optimizer, masters = flats(opt_state), flats([*masters_of(opt_state)])
+    return {
+        "params": _without(flats(state), optimizer),
+        "masters": masters,
+        "moments": _without(optimizer, masters),
+    }
 
 
-def _is_master(x: Any) -> bool:
-    return isinstance(x, MasterState)
+def _without(some: list[Flat], others: list[Flat]) -> list[Flat]:
+    left_out = set(map(id, others))
+    return [flat for flat in some if id(flat) not in left_out]
 
 
 def _bytes_of(leaf: Any) -> int:
@@ -59,7 +51,7 @@ def _bytes_of(leaf: Any) -> int:
 
 def num_leaves(state: Any) -> int:
     """Return the number of leaves of the parameters."""
-    return sum(len(flat.layout.leaves) for flat in dict(_parts(state))["params"])
+    return sum(len(flat.layout.leaves) for flat in _parts(state)["params"])
 
 
 def bytes_by_path(state: Any) -> tuple[PathBytes, ...]:
@@ -70,18 +62,15 @@ def bytes_by_path(state: Any) -> tuple[PathBytes, ...]:
             row = found.setdefault(path, {})
             row[part] = row.get(part, 0) + num_bytes
 
-    kept = dict(_parts(state))
-    for part in ("params", "masters", "moments"):
+    kept = _parts(state)
+    for part, its in kept.items():
         padding = 0
-        for flat in flats(kept[part]):
+        for flat in its:
             for span in leaf_spans(flat):
                 itemsize = flat.buffers[span.bucket].dtype.itemsize
                 add(span.path.split(".")[0], part, (span.stop - span.start) * itemsize)
                 padding -= (span.stop - span.start) * itemsize
             padding += sum(map(_bytes_of, flat.buffers))
         add("padding", part, padding)
-    rows = [
-        PathBytes(path, *(row.get(part, 0) for part in ("params", "masters", "moments")))
-        for path, row in found.items()
-    ]
+    rows = [PathBytes(path, *(row.get(part, 0) for part in kept)) for path, row in found.items()]
     return tuple(sorted(rows, key=lambda row: row.path == "padding"))

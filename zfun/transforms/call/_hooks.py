@@ -31,6 +31,17 @@ class Handle(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A handle whose result is there."""
+
+    result: Any
+
+    def wait(self) -> Any:
+        """Return the result."""
+        return self.result
+
+
 class CommHook(Protocol):
     """One step of a complete bucket of gradients."""
 

@@ -15,8 +15,7 @@ from zfun import stores
 from zfun.flat import Flat
 from zfun.layout import Layout
 from zfun.optim import Optimizer, PrepareInner
-from zfun.reductions import Spent
-from zfun.transforms.call._hooks import Handle
+from zfun.transforms.call._hooks import Done
 from zfun.transforms.optimizer._cut import cut_state
 from zfun.transforms.optimizer._placing import can_fail
 from zfun.transforms.optimizer._stream import StreamedUpdate, streamed
@@ -37,23 +36,12 @@ class UpdateHook:
     update: StreamedUpdate | None = None
     left: set[int] = field(default_factory=set)
 
-    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Handle:
+    def start(self, buffer: Tensor, layout: Layout, bucket: int) -> Done:
         """Step a bucket, and pass on the gradients, or a Spent if the memory may be written."""
         del layout
         if self.update is None or bucket in self.left:
-            return _TakenBuckets(buffer)
-        return _TakenBuckets(self.update.take(bucket, buffer))
-
-
-@dataclass(frozen=True, slots=True)
-class _TakenBuckets:
-    """A bucket that the update has seen."""
-
-    grads: Tensor | Spent
-
-    def wait(self) -> Tensor | Spent:
-        """Return the gradients, or a Spent."""
-        return self.grads
+            return Done(buffer)
+        return Done(self.update.take(bucket, buffer))
 
 
 def begin(

@@ -39,17 +39,6 @@ def needs_autograd(buffers: tuple[Any, ...]) -> bool:
 # Collectives in flight: one that runs while the next starts.
 MAX_UNDER_WAY = 2
 
-_EXACT = {
-    "all_gather": collectives.all_gather,
-    "reduce_scatter": collectives.reduce_scatter,
-    "all_reduce": collectives.all_reduce,
-}
-_COMPRESSED = {
-    "all_gather": compression.all_gather,
-    "reduce_scatter": compression.reduce_scatter,
-    "all_reduce": compression.all_reduce,
-}
-
 
 def communicate(
     value: Flat,
@@ -135,10 +124,11 @@ def _differentiable(
         longest = max(stop - start for start, stop in pieces)
         row = torch.nn.functional.pad(buffer, (0, longest - buffer.numel()))
         return collectives.from_rows(_differentiable(op, row, over, form, ()), pieces)
+    # A kind has the name of its function.
     if form is None or not buffer.is_floating_point():
-        send = lambda kind, x, group: _EXACT[kind](x, group)
+        send = lambda kind, x, group: getattr(collectives, kind)(x, group)
     else:
-        send = lambda kind, x, group: _COMPRESSED[kind](x, group, form)
+        send = lambda kind, x, group: getattr(compression, kind)(x, group, form)
     replicas = replica_group(over)
     if replicas is None:
         return send(op.kind, buffer, over)
