@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -66,15 +67,11 @@ class AttentionCounter:
 def kernels_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which abstract tensors make what the kernels of a device make.
 
-    Torch before 2.13 cannot enter functions of Python, so attention stays composed there, and the
-    plan says so.
-
     Example:
         >>> type(kernels_of(torch.device("cpu"))).__name__
         'nullcontext'
     """
-    is_known = device.type == "meta" and hasattr(torch.overrides, "redispatch_function")
-    return OnCuda() if is_known else contextlib.nullcontext()
+    return OnCuda() if device.type == "meta" else contextlib.nullcontext()
 
 
 class OnCuda(TorchFunctionMode):
@@ -104,9 +101,24 @@ class OnCuda(TorchFunctionMode):
             return func(*args, **kwargs)
         # The functions that this one calls come here too.
         with self:
-            return torch.overrides.redispatch_function(func, types, args, kwargs)
+            return _redispatch(func, types, args, kwargs)
 
 
+def _call_body(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function without its question whether a mode or a subclass takes the call."""
+    if isinstance(func, FunctionType):
+        code, names = func.__code__, func.__globals__ | _NO_QUESTION
+        body = FunctionType(code, names, func.__name__, func.__defaults__, func.__closure__)
+        body.__kwdefaults__ = func.__kwdefaults__
+        func = body
+    return func(*args, **kwargs)
+
+
+_NO_QUESTION = {
+    f"has_torch_function{kind}": lambda *_: False for kind in ("", "_unary", "_variadic")
+}
+# torch has it from 2.13 on.
+_redispatch = getattr(torch.overrides, "redispatch_function", _call_body)
 # Functions that call others of these, beside all of torch.nn.functional. Backward recomputes.
 _GOES_ON = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 

@@ -35,6 +35,9 @@ _INERT = (
     "torch.Size",
     "pathlib.PosixPath",
     "pathlib.WindowsPath",
+    # The names that Python 3.13 writes.
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
 )
 
 

@@ -17,13 +17,11 @@ from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule
+from zfun.interop.engine._running import run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
-
-# The engine whose backward() runs, for the hooks of autograd, also on other threads.
-_RUNNING = "zfun.interop.engine"
 
 
 class Passes(HeldModule):
@@ -88,7 +86,7 @@ class Passes(HeldModule):
         for tape in tapes:
             tape.weight = weight
         self._sum.begin(weighted=weight is not None)
-        torch._C._stash_obj_in_tls(_RUNNING, self)
+        run_by(self)
         try:
             torch.autograd.backward(total, torch.full_like(total, seed), retain_graph=retain_graph)
             self._settle()
@@ -97,7 +95,7 @@ class Passes(HeldModule):
                 tape.close()
             raise
         finally:
-            torch._C._stash_obj_in_tls(_RUNNING, None)
+            run_by(None)
             for tape in tapes:
                 tape.weight = None
         if not self._sum.has_run and not self._strays():
@@ -122,12 +120,12 @@ class Passes(HeldModule):
 
     def _check_pass(self) -> None:
         """Check a backward pass that has come to outputs of this engine."""
-        if _running() is None and self.loss_scale != 1.0:
+        if running_engine() is None and self.loss_scale != 1.0:
             raise ZfunError(
                 "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
                 "call engine.backward(loss), and run the forward pass again"
             )
-        if _running() is None and self._last_pass != torch._C._current_graph_task_id():
+        if running_engine() is None and self._last_pass != torch._C._current_graph_task_id():
             self._last_pass = torch._C._current_graph_task_id()
             self._sum.check(1.0, None)
             self._sum.begin(weighted=False)
@@ -136,7 +134,7 @@ class Passes(HeldModule):
 
     def _take(self, grads: Flat) -> None:
         """Add the gradients of a backward pass."""
-        running = _running()
+        running = running_engine()
         if running is not None and running is not self:
             return
         if running is None and self.plain_scale != 1.0:
@@ -443,8 +441,3 @@ class _Taken:
             "an engine goes on while it has its module; got one whose module a later engine has "
             "taken; use the later engine"
         )
-
-
-def _running() -> Any:
-    """Return the engine whose backward() runs, in this thread or the one that began the pass."""
-    return torch._C._get_obj_in_tls(_RUNNING) if torch._C._is_key_in_tls(_RUNNING) else None

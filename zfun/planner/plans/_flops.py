@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -131,4 +132,23 @@ def _formulae() -> Mapping[Any, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
         known[aten._scaled_dot_product_flash_attention_backward],
     )
-    return known
+    return {
+        op: _with_all_heads(formula) if "scaled_dot_product" in op.__name__ else formula
+        for op, formula in known.items()
+    }
+
+
+def _with_all_heads(formula: Callable[..., int]) -> Callable[..., int]:
+    """Give keys and values the heads of the queries; torch before 2.13 counts no groups."""
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in args]
+        of_heads = [isinstance(x, tuple) and len(x) == 4 for x in shapes]
+        heads = max(x[1] for x in itertools.compress(shapes, of_heads))
+        shapes = [
+            (x[0], heads, *x[2:]) if has_heads else x
+            for x, has_heads in zip(shapes, of_heads, strict=True)
+        ]
+        return formula(*shapes, **kwargs)
+
+    return count

@@ -160,8 +160,10 @@ def _without_collector() -> Iterator[None]:
 
 
 def _present(device: torch.device | str) -> torch.device:
-    """Return the device, or ``meta`` for one that torch has not."""
-    device, found = torch.device(device), torch.accelerator.current_accelerator()
+    """Return the device, or ``meta`` for one that is not here."""
+    # Without the check, a build of torch for CUDA names CUDA on a machine that has no GPU.
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device(device)
     known = {"cpu", "meta"} | ({found.type} if found is not None else set())
     return device if device.type in known else torch.device("meta")
 
