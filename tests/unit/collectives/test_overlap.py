@@ -91,12 +91,13 @@ class Overlap(TorchDispatchMode):
 
 
 class _Pending:
-    def __init__(self, overlap: Overlap, number: int, work: Any) -> None:
-        self._overlap, self._number, self._work = overlap, number, work
+    def __init__(self, overlap: Overlap, number: int, works: list[Any]) -> None:
+        self._overlap, self._number, self._works = overlap, number, works
 
     def wait(self) -> None:
         self._overlap.waited(self._number)
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
 
 @pytest.fixture
@@ -114,9 +115,9 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Overlap:
     made = Overlap()
     issue = NativeGroup._issue
 
-    def recorded(self: Any, call: Any, x: Any, out: Any) -> _Pending:
+    def recorded(self: Any, call: Any, x: Any, out: Any) -> list[Any]:
         number = made.started(Hop(call.name, call.part, {2: "outer", 3: "inner"}[self.size]))
-        return _Pending(made, number, issue(self, call, x, out))
+        return [_Pending(made, number, issue(self, call, x, out))]
 
     @contextlib.contextmanager
     def aside() -> Iterator[None]:

@@ -215,7 +215,7 @@ class _Complete:
     def wait(self) -> None: ...
 
 
-def _issue(group: Any, call: Any, x: Tensor, out: Tensor) -> _Complete:
+def _issue(group: Any, call: Any, x: Tensor, out: Tensor) -> list[Any]:
     """Take part in a collective whose other ranks have the values of this rank."""
     match call.op:
         case AllGather():
@@ -226,7 +226,7 @@ def _issue(group: Any, call: Any, x: Tensor, out: Tensor) -> _Complete:
             out.copy_(x * SIZE)
         case _:
             out.copy_(x)
-    return _Complete()
+    return [_Complete()]
 
 
 def _gather_over_host(group: Any, x: Tensor, out: Tensor) -> _Complete:

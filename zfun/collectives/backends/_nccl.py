@@ -67,14 +67,9 @@ from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, break_connections, transport_errors
 from zfun.collectives.backends._diagnosis import Verdict
 
-# The functions of torch.distributed check more than they start. torch 2.13 renames both methods.
-_all_gather_into: Callable[..., Any] = (
-    getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-)
-_reduce_scatter_into: Callable[..., Any] = (
-    getattr(dist.ProcessGroup, "reduce_scatter_single", None)
-    or dist.ProcessGroup._reduce_scatter_base
-)
+# torch 2.13 gives these two a new name and warns about the old one.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NUM_MARKS = 256
@@ -223,8 +218,8 @@ class NativeGroup(ProcessGroup):
         text = functools.partial(describe, call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
         try:
-            work = (
-                self._gather_over_host(sent, received)
+            works = (
+                [self._gather_over_host(sent, received)]
                 if goes_over_host
                 else self._issue(call, sent, received)
             )
@@ -238,7 +233,8 @@ class NativeGroup(ProcessGroup):
             # The watchdog looks for a rank that is late while an error is explained.
             with self._watchdog.waiting(call.stream, index):
                 try:
-                    work.wait()
+                    for work in works:
+                        work.wait()
                     if not goes_over_host:
                         self._follow(call, text, index)
                     if isinstance(call.op, Reduce) and call.op.root != self.rank:
@@ -301,30 +297,30 @@ class NativeGroup(ProcessGroup):
         streams = self._split(self._streams, parts) if _bound_device() is not None else None
         return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks], streams=streams)
 
-    def _issue(self, call: Collective, x: Tensor, out: Tensor) -> Any:
+    def _issue(self, call: Collective, x: Tensor, out: Tensor) -> list[Any]:
         stream = self._streams[call.stream]
         if x.is_complex():
             x, out = torch.view_as_real(x), torch.view_as_real(out)
         match call.op:
             case AllGather():
-                return _all_gather_into(stream, out, x)
+                return [_all_gather_into(out, x, group=stream, async_op=True)]
             case ReduceScatter():
-                return _reduce_scatter_into(stream, out, x)
+                return [_reduce_scatter_into(out, x, group=stream, async_op=True)]
             case AllToAll():
-                return dist.all_to_all_single(out, x, group=stream, async_op=True)
+                return [dist.all_to_all_single(out, x, group=stream, async_op=True)]
             case UnequalAllToAll() as op:
                 parts = [*op.received], [*op.sent]
-                return dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)
+                return [dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)]
             case AllReduce():
-                return dist.all_reduce(out.copy_(x), group=stream, async_op=True)
+                return [dist.all_reduce(out.copy_(x), group=stream, async_op=True)]
             case Broadcast(root):
-                return dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)
+                return [dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)]
             case Reduce(root):
-                return dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)
+                return [dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)]
             case Permute(destinations):
                 sent, received = [0] * self.size, [0] * self.size
                 sent[destinations[self.rank]] = received[call.op.sources[self.rank]] = x.numel()
-                return dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)
+                return [dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)]
 
     def _interrupt(self) -> None:
         if self._host is not None:
