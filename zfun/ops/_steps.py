@@ -57,7 +57,7 @@ def _step(
     if not isinstance(factor, Tensor) or factor.is_cpu:
         factor = float(factor)
     arguments: Any = (rule, param, grad, moments, change, constants, factor)
-    if param.is_cpu and compiled():
+    if compiled() and is_plain(param):
         from zfun.ops import numba
 
         if numba.step(*arguments):

@@ -505,9 +505,11 @@ def test_a_dict_of_options_of_zero_is_no_configuration() -> None:
 
 
 def test_text_that_is_no_path_and_no_base64_is_refused() -> None:
-    for text in ("no such file", "a" * 5000, "null\0byte", base64.b64encode(b"[1]").decode()):
+    for text in ("no such file", "a" * 5000, base64.b64encode(b"[1]").decode()):
         with pytest.raises(OptionError, match="cannot be read"):
             from_ds_config(text)
+    with pytest.raises(OptionError, match=r"must be a dict or a path; got 'null.x00byte'"):
+        from_ds_config("null\0byte")
 
 
 def test_a_file_without_quotes_needs_hjson(tmp_path: Path, monkeypatch: Any) -> None:

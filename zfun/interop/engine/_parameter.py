@@ -57,7 +57,8 @@ class _LiveTensor:
                 return None
             if changes_nothing(func, args, kwargs):
                 return first
-        if _is_in_place(func) and any(isinstance(x, _LiveTensor) for x in _several(first)):
+        # In this order, because a compiler knows no names of functions.
+        if any(isinstance(x, _LiveTensor) for x in _several(first)) and _is_in_place(func):
             return _in_place(func, first, args[1:], kwargs)
         _check(func, args)
         out = kwargs.get("out")
