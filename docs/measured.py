@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 # Okabe and Ito's palette, which stays distinct with any kind of colour vision.
 BLUE, SKY, ORANGE, GREY = "#0072B2", "#56B4E9", "#E69F00", "#8a8a8a"
+VERMILION = "#D55E00"
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -299,6 +300,34 @@ def forecast() -> Figure:
     return signed(figure, run)
 
 
+def convergence() -> Figure:
+    """Draw the losses of one run, and how far each is from plain PyTorch's."""
+    (run,) = sections("convergence.md").values()
+    rows = run.tables[0]
+    losses = {
+        head: [number(row[head]) for row in rows[:-1]] for head in rows[0] if head
+    }
+    steps = [int(row[""]) for row in rows[:-1]]
+    plain, *others = losses
+    figure = canvas(4.2)
+    curves, apart = figure.subplots(1, 2)
+    for (name, ys), colour in zip(
+        losses.items(), (GREY, SKY, BLUE, ORANGE, VERMILION), strict=True
+    ):
+        held = f"{name}: {rows[-1][name]} held out"
+        curves.plot(steps, ys, color=colour, label=held)
+        if name in others:
+            gaps = [y - base for y, base in zip(ys, losses[plain], strict=True)]
+            apart.plot(steps, gaps, color=colour)
+    curves.legend(frameon=False, fontsize=9)
+    titles = ("loss, nats for each byte", f"the same, less that of {plain}")
+    for axes, title in zip((curves, apart), titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axes.set_xlabel("steps")
+        axes.spines[["top", "right"]].set_visible(False)
+    return signed(figure, run)
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "step": step,
     "memory": memory,
@@ -307,6 +336,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "kernels": kernels,
     "host": host,
     "forecast": forecast,
+    "convergence": convergence,
 }
 
 
