@@ -226,8 +226,16 @@ def shorten_defaults(
     signature: str,
     result: str,
 ) -> tuple[str, str] | None:
-    """Show a default that is an object as dots, because Python cannot read its repr."""
-    return signature and (re.sub(r"<\w+ [^<>]*>", "...", signature), result)
+    """Write a signature so that Sphinx can read it, or it would show private paths.
+
+    A default that is an object is shown as dots, ``*args`` of a ParamSpec by its name, and the
+    private fields of a dataclass not at all.
+    """
+    if not signature:
+        return None
+    signature = re.sub(r"<\w+(?: [^<>]*)?>", "...", signature)
+    signature = re.sub(r"~typing\.~(?=_)", "", signature)
+    return re.sub(r", _\w+: [^=]* = \.\.\.", "", signature), result
 
 
 MODULES = [
