@@ -1,4 +1,4 @@
-"""What a caller gives: a dict, a file with comments or base64, and the values of a run."""
+"""Configurations as a caller gives them: a dict, a file or base64, and the values of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer plugs in: dtypes, which the state has, and an average of the parameters."""
+"""Plugins of the Trainer: dtypes, which the state has, and an average of the parameters."""
 
 from __future__ import annotations
 

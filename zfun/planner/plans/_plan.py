@@ -160,12 +160,10 @@ def _without_collector() -> Iterator[None]:
 
 
 def _present(device: torch.device | str) -> torch.device:
-    """Return the device, or ``meta`` for one that is not here."""
-    # Without the check, a build of torch for CUDA names CUDA on a machine that has no GPU.
+    """Return the device, or ``meta`` for one that is not here, even if torch is built for it."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(device)
     known = {"cpu", "meta"} | ({found.type} if found is not None else set())
-    return device if device.type in known else torch.device("meta")
+    return torch.device(device if torch.device(device).type in known else "meta")
 
 
 @takes(
