@@ -232,6 +232,7 @@ def deepspeed_stage(stage: int) -> Callable[[Setting], Step]:
             ),
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # since 0.19 the default is 1
             "bf16": {"enabled": setting.half},
         }
         engine, *_ = deepspeed.initialize(

@@ -342,13 +342,9 @@ def section(
             cells.append(f"{1e6 * extra_s / num_tensors:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     transport = "gloo" if args.no_shared_memory else "shared memory"
-    return (
-        (
-            f"{args.preset}, {args.dtype}, "
-            f"{'one rank' if args.ranks == 1 else f'{args.ranks} ranks, {transport}'}"
-        ),
-        "\n".join(lines),
-    )
+    ranks = "one rank" if args.ranks == 1 else f"{args.ranks} ranks, {transport}"
+    beside = ", with DeepSpeed" if any(name.startswith("deepspeed") for name in rows) else ""
+    return f"{args.preset}, {args.dtype}, {ranks}{beside}", "\n".join(lines)
 
 
 def parsed() -> argparse.Namespace:

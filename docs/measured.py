@@ -300,6 +300,16 @@ def forecast() -> Figure:
     return signed(figure, run)
 
 
+def deepspeed() -> Figure:
+    """Draw the time and the memory of a step beside DeepSpeed."""
+    run = sections("step.md")["small, fp32, 2 ranks, shared memory, with DeepSpeed"]
+    figure = canvas(3.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, head in zip(panels, ("ms", "peak MB"), strict=True):
+        bars(axes, column(run.tables[0], head), f"{run.name}\n{head}")
+    return signed(figure, run)
+
+
 def convergence() -> Figure:
     """Draw the losses of one run, and how far each is from plain PyTorch's."""
     (run,) = sections("convergence.md").values()
@@ -337,6 +347,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "host": host,
     "forecast": forecast,
     "convergence": convergence,
+    "deepspeed": deepspeed,
 }
 
 
