@@ -291,7 +291,6 @@ def test_saved_weights_are_those_of_accelerate(stage: int, tmp_path: Path) -> No
 
 def test_a_state_dict_of_the_users_own_stays(tmp_path: Path) -> None:
     """Also where a model was prepared twice."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, model = Accelerator(cpu=True, zero=2), net()
     for _ in range(2):
         accelerator.prepare_model(model)
@@ -307,7 +306,6 @@ def test_a_state_dict_of_the_users_own_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_state_dict_has_the_versions_of_its_modules(stage: int) -> None:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, model = Accelerator(cpu=True, zero=stage), net()
     model.append(nn.BatchNorm1d(1))
     expected = model.state_dict()._metadata  # pyrefly: ignore[missing-attribute]

@@ -27,13 +27,6 @@ from zfun.errors import OptionError
 from zfun.interop.accelerate import Accelerator
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> None:
-    """Forget the precision and the micro-batches of tests before, which accelerate keeps."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 

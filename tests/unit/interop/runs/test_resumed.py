@@ -271,10 +271,9 @@ def test_gradients_under_a_loss_scale_are_shown_without_the_scale(
 
 def prepared(make: Callable[[Any], Any]) -> Any:
     """Return a prepared loop of accelerate: the accelerator, the model, the optimizer."""
-    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate")
     from zfun.interop.accelerate import Accelerator
 
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(0)
     accelerator, model = Accelerator(cpu=True, zero=1), nn.Linear(3, 1)
     return accelerator, *accelerator.prepare(model, make(model.parameters()))
