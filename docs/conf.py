@@ -17,6 +17,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.errors import ExtensionError
+from sphinx.transforms import SphinxTransform
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -337,6 +338,25 @@ def check_pictures(app: Any, doctree: nodes.document, docname: str) -> None:
             )
 
 
+class ShowOnPhones(SphinxTransform):
+    """Show a narrow screen the form of a picture for it, ``NAME_narrow``, where there is one."""
+
+    default_priority = 400  # before sphinx collects the images
+
+    def apply(self, **options: Any) -> None:
+        page = Path(self.env.doc2path(self.env.docname))
+        for image in list(self.document.findall(nodes.image)):
+            path = Path(image["uri"])
+            narrow = path.with_stem(f"{path.stem}_narrow")
+            if not (page.parent / narrow).exists():
+                continue
+            other = image.deepcopy()
+            other["uri"] = str(narrow)
+            other["classes"].append("narrow")
+            image["classes"].append("wide")
+            image.parent.insert(image.parent.index(image) + 1, other)
+
+
 def list_versions(app: Any, exception: Exception | None) -> None:
     """List the versions beside the folder of this one, and lead a visitor to the newest."""
     folder = Path(app.outdir).parent
@@ -358,6 +378,7 @@ def setup(app: Any) -> None:
     copy_notebooks()
     gather_pictures(HERE / "pictures")
     runpy.run_path(str(HERE / "measured.py"))["draw"](HERE / "pictures")
+    app.add_transform(ShowOnPhones)
     app.connect("doctree-resolved", check_pictures)
     app.connect("doctree-resolved", show_public_names)
     app.connect("autodoc-skip-member", skip_aliases)

@@ -1,7 +1,8 @@
 """Pictures of ``benchmarks/results`` for the site: ``python docs/measured.py [directory]``.
 
 The tables of the results pages are the only source of numbers. The build draws the pictures anew,
-so a picture never shows a run that is no longer on its page.
+so a picture never shows a run that is no longer on its page. Each has a second form for a phone,
+``NAME_narrow.svg``, with its panels below each other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -133,30 +135,45 @@ def bars(
         axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * max(values.values()))
     axes.set_xticks([])
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    head(axes, title)
+    axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
 
 
-def canvas(height: float) -> Figure:
-    figure = Figure(figsize=(10, height), facecolor="white", layout="constrained")
+def canvas(
+    narrow: bool, height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with panels: in a grid of this height for a screen, or in one column."""
+    size = (4.6, 2.5 * rows * columns + 1) if narrow else (10, height)
+    figure = Figure(figsize=size, facecolor="white", layout="constrained")
     FigureCanvasSVG(figure)
-    return figure
+    if narrow:
+        rows, columns, options = rows * columns, 1, {}
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+
+
+def head(axes: Axes, title: str) -> None:
+    """Write a title above a panel, and draw no frame."""
+    width = int(9 * axes.figure.get_figwidth())
+    lines = [line for part in title.split("\n") for line in textwrap.wrap(part, width)]
+    axes.set_title("\n".join(lines), loc="left", fontsize=10, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def signed(figure: Figure, *runs: Section) -> Figure:
     """Write below a picture where its numbers were measured."""
     origins = [run.origin for run in runs if run.origin and run.origin not in runs]
+    width = int(16.5 * figure.get_figwidth())
     lines = [
         line
         for run in (*origins[:1], *runs)
-        for line in textwrap.wrap(f"{run.title}: {run.setup}", 165)
+        for line in textwrap.wrap(f"{run.title}: {run.setup}", width)
     ]
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
     return figure
 
 
-def step() -> Figure:
+def step(*, narrow: bool = False) -> Figure:
     """Draw the time of a step beside DDP and FSDP2."""
     runs = [
         sections("step.md")[title]
@@ -166,13 +183,13 @@ def step() -> Figure:
             "medium, fp32, 2 ranks, shared memory",
         )
     ]
-    figure = canvas(3.9)
-    for axes, run in zip(figure.subplots(1, 3), runs, strict=True):
+    figure, panels = canvas(narrow, 3.9, columns=3)
+    for axes, run in zip(panels, runs, strict=True):
         bars(axes, column(run.tables[0], "ms"), f"{run.name}\nms")
     return signed(figure, *runs)
 
 
-def memory() -> Figure:
+def memory(*, narrow: bool = False) -> Figure:
     """Draw the memory of a step and of an init beside DDP and FSDP2."""
     steps = sections("step.md")
     runs = [
@@ -180,19 +197,16 @@ def memory() -> Figure:
         steps["medium, fp32, 2 ranks, shared memory"],
         sections("init.md")["Peak of an init"],
     ]
-    figure = canvas(4.6)
-    for axes, run in zip(
-        figure.subplots(1, 3, width_ratios=(1, 1, 1.2)), runs, strict=True
-    ):
+    figure, panels = canvas(narrow, 4.6, columns=3, width_ratios=(1, 1, 1.2))
+    for axes, run in zip(panels, runs, strict=True):
         bars(axes, column(run.tables[0], "peak MB"), f"{run.name}\npeak, MB")
     return signed(figure, *runs)
 
 
-def traffic() -> Figure:
+def traffic(*, narrow: bool = False) -> Figure:
     """Draw the bytes sent by a rank against the number of ranks, and those of two ranks."""
     run = sections("step.md")["small, fp32, 2 ranks, gloo"]
-    figure = canvas(3.6)
-    lines, measured = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    figure, (lines, measured) = canvas(narrow, 3.6, columns=2, width_ratios=(1.3, 1))
     sizes = range(1, 17)
     for name, passes, colour in (
         ("stage 3", 3, BLUE),
@@ -209,34 +223,26 @@ def traffic() -> Figure:
     lines.set_xticks([1, 2, 4, 8, 16])
     lines.set_ylim(0, 3.2)
     lines.set_xlabel("ranks")
-    lines.set_title(
-        "sent by a rank, in units of P: formula, and measured points",
-        loc="left",
-        fontsize=10,
-        fontweight="bold",
-    )
-    lines.spines[["top", "right"]].set_visible(False)
+    head(lines, "sent by a rank, in units of P: formula, and measured points")
     bars(measured, each, f"{run.name}\nsent by a rank, in units of P", "{:.2f}")
     return signed(figure, run)
 
 
-def stores() -> Figure:
+def stores(*, narrow: bool = False) -> Figure:
     """Draw the transfers of the disk store, of checkpoints and of an object store."""
     disk = sections("io.md")["Direct transfers, memory used before"]
     saved = sections("checkpoint.md")["Two cores and a virtual disk"]
-    figure = canvas(4.8)
-    for panels, run, heads in zip(
-        figure.subplots(2, 2, sharey="row"),
-        (disk, saved),
-        (("write GB/s", "read GB/s"), ("save GB/s", "load GB/s")),
-        strict=True,
-    ):
-        for axes, head in zip(panels, heads, strict=True):
-            bars(axes, column(run.tables[0], head), head, "{:.2f}")
+    figure, panels = canvas(narrow, 4.8, 2, 2, sharey="row")
+    shown = [
+        *((disk, name) for name in ("write GB/s", "read GB/s")),
+        *((saved, name) for name in ("save GB/s", "load GB/s")),
+    ]
+    for axes, (run, name) in zip(panels, shown, strict=True):
+        bars(axes, column(run.tables[0], name), name, "{:.2f}")
     return signed(figure, disk, saved)
 
 
-def kernels() -> Figure:
+def kernels(*, narrow: bool = False) -> Figure:
     """Draw how near the optimizers' kernels come to the speed of memory."""
     run = sections("kernels.md")["Steps of optimizers, 32M parameters"]
     ours = column(run.tables[0], "of limit")
@@ -245,8 +251,7 @@ def kernels() -> Figure:
         for row in run.tables[0]
         if (found := re.search(r", ([\d.]+)", row["torch's best form, of limit"]))
     }
-    figure = canvas(3.9)
-    axes = figure.subplots()
+    figure, (axes,) = canvas(narrow, 3.9)
     for y, name in enumerate(ours):
         axes.barh(y - 0.18, ours[name], 0.34, color=BLUE)
         if name in best:
@@ -254,73 +259,58 @@ def kernels() -> Figure:
     axes.axvline(1, color="#222222", linewidth=1)
     axes.set_yticks(range(len(ours)), list(ours))
     axes.invert_yaxis()
-    axes.set_title(
-        "speed, of the limit of memory, one thread: zfun (blue), torch's best form (grey)",
-        loc="left",
-        fontsize=10,
-        fontweight="bold",
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    head = (RESULTS / "kernels.md").read_text(encoding="utf-8").split("\n\n")[1]
-    return signed(figure, Section(run.title, " ".join(head.split()), []))
+    head(axes, "")
+    title = "speed, of the limit of memory, one thread:\nzfun (blue), torch's best form (grey)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    setup = (RESULTS / "kernels.md").read_text(encoding="utf-8").split("\n\n")[1]
+    return signed(figure, Section(run.title, " ".join(setup.split()), []))
 
 
-def host() -> Figure:
+def host(*, narrow: bool = False) -> Figure:
     """Draw the time of Python in a step of a large model, beside FSDP2."""
     run = sections("host.md")["Llama 3 8B, 8 ranks"]
-    figure = canvas(2.7)
-    bars(
-        figure.subplots(), column(run.tables[0], "median ms"), "host time, ms", "{:.1f}"
-    )
+    figure, (axes,) = canvas(narrow, 2.7)
+    bars(axes, column(run.tables[0], "median ms"), "host time, ms", "{:.1f}")
     return signed(figure, run)
 
 
-def forecast() -> Figure:
+def forecast(*, narrow: bool = False) -> Figure:
     """Draw measured steps between the bounds of their forecasts."""
     run = sections("forecast.md")["demo, fp32, 2 ranks, shared memory, both bounds"]
     measured, least, most = (
-        column(run.tables[0], head)
-        for head in ("measured, ms", "at least, ms", "at most, ms")
+        column(run.tables[0], name)
+        for name in ("measured, ms", "at least, ms", "at most, ms")
     )
-    figure = canvas(2.7)
-    axes = figure.subplots()
+    figure, (axes,) = canvas(narrow, 2.7)
     for y, name in enumerate(measured):
         axes.barh(y, most[name] - least[name], 0.3, least[name], color=SKY)
         axes.plot(measured[name], y, "o", color=BLUE)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.set_ylim(len(measured) - 0.5, -0.5)
     axes.set_xlim(0, None)
-    axes.set_title(
-        "ms: the forecast's bounds, and the measured step",
-        loc="left",
-        fontsize=10,
-        fontweight="bold",
-    )
-    axes.spines[["top", "right"]].set_visible(False)
+    head(axes, "ms: the forecast's bounds, and the measured step")
     return signed(figure, run)
 
 
-def deepspeed() -> Figure:
+def deepspeed(*, narrow: bool = False) -> Figure:
     """Draw the time and the memory of a step beside DeepSpeed."""
     run = sections("step.md")["small, fp32, 2 ranks, shared memory, with DeepSpeed"]
-    figure = canvas(3.6)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, head in zip(panels, ("ms", "peak MB"), strict=True):
-        bars(axes, column(run.tables[0], head), f"{run.name}\n{head}")
+    figure, panels = canvas(narrow, 3.6, columns=2, sharey=True)
+    for axes, name in zip(panels, ("ms", "peak MB"), strict=True):
+        bars(axes, column(run.tables[0], name), f"{run.name}\n{name}")
     return signed(figure, run)
 
 
-def convergence() -> Figure:
+def convergence(*, narrow: bool = False) -> Figure:
     """Draw the losses of one run, and how far each is from plain PyTorch's."""
     (run,) = sections("convergence.md").values()
     rows = run.tables[0]
     losses = {
-        head: [number(row[head]) for row in rows[:-1]] for head in rows[0] if head
+        name: [number(row[name]) for row in rows[:-1]] for name in rows[0] if name
     }
     steps = [int(row[""]) for row in rows[:-1]]
     plain, *others = losses
-    figure = canvas(4.2)
-    curves, apart = figure.subplots(1, 2)
+    figure, (curves, apart) = canvas(narrow, 4.2, columns=2)
     for (name, ys), colour in zip(
         losses.items(), (GREY, SKY, BLUE, ORANGE, VERMILION), strict=True
     ):
@@ -332,33 +322,31 @@ def convergence() -> Figure:
     curves.legend(frameon=False, fontsize=9)
     titles = ("loss, nats for each byte", f"the same, less that of {plain}")
     for axes, title in zip((curves, apart), titles, strict=True):
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        head(axes, title)
         axes.set_xlabel("steps")
-        axes.spines[["top", "right"]].set_visible(False)
     return signed(figure, run)
 
 
-PICTURES: dict[str, Callable[[], Figure]] = {
-    "step": step,
-    "memory": memory,
-    "traffic": traffic,
-    "stores": stores,
-    "kernels": kernels,
-    "host": host,
-    "forecast": forecast,
-    "convergence": convergence,
-    "deepspeed": deepspeed,
-}
+DRAWN = (
+    *(step, memory, traffic, stores, kernels, host, forecast, convergence),
+    deepspeed,
+)
+PICTURES: dict[str, Callable[..., Figure]] = {make.__name__: make for make in DRAWN}
 
 
 def draw(directory: Path) -> list[Path]:
-    """Draw every picture into a directory."""
+    """Draw every picture into a directory, in both forms."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{name}.svg" for name in PICTURES]
+    written = []
     with mpl.rc_context(STYLE):
-        for path, make in zip(paths, PICTURES.values(), strict=True):
-            make().savefig(path, metadata={"Date": None}, facecolor="white")
-    return paths
+        for name, make in PICTURES.items():
+            for path, narrow in ((f"{name}.svg", False), (f"{name}_narrow.svg", True)):
+                figure = make(narrow=narrow)
+                figure.savefig(
+                    directory / path, metadata={"Date": None}, facecolor="white"
+                )
+                written.append(directory / path)
+    return written
 
 
 if __name__ == "__main__":

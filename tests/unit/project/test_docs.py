@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -353,7 +354,8 @@ def test_pictures_are_drawn_and_used(tmp_path: Path) -> None:
     drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert drawn == sorted(path.name for path in (DOCS / "_static").glob("*.svg"))
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert [name for name in drawn if f"_static/{name}" not in text] == []
+    shown = {name: name.replace("_narrow", "") for name in drawn}
+    assert [name for name, wide in shown.items() if f"_static/{wide}" not in text] == []
 
 
 def test_a_figure_exports_as_text_in_svg_and_pdf(tmp_path: Path) -> None:
@@ -393,8 +395,9 @@ def test_a_picture_of_a_benchmark_shows_the_numbers_of_its_table() -> None:
 
 def test_a_picture_names_the_machine_of_each_run() -> None:
     measured = runpy.run_path(str(DOCS / "measured.py"))
-    for make in measured["PICTURES"].values():
-        below = make().get_supxlabel()
+    drawn = itertools.product(measured["PICTURES"].values(), (False, True))
+    for make, narrow in drawn:
+        below = make(narrow=narrow).get_supxlabel()
         assert "cores" in below
         assert "torch 2." in " ".join(below.split())
 
