@@ -41,7 +41,7 @@ from zfun.parallel._pipeline import Pipeline
 from zfun.parallel._tensor_leaf import StyledLeaf
 from zfun.placement import Cut
 from zfun.transforms import WeightedMean
-from zfun.transforms.call._lazy import BucketSource, LazyLeaf, check_graph, tensor_of
+from zfun.transforms.call._lazy import BucketSource, LazyLeaf, check_graph, graph_of, tensor_of
 from zfun.transforms.grads._value import NO_AUX, parse
 
 _NAME = "experts"
@@ -174,6 +174,7 @@ class _OwnLoss:
         self.axis = axis
         self.globs = {"experts": experts, "gathered": gathered}
         self._known: dict[tree.Spec, list[tuple[str, str]]] = {}
+        self._checked: set[tree.Spec] = set()
 
     def kind_of(self, path: str) -> str:
         """Return "experts", "gathered", or "whole"."""
@@ -191,24 +192,36 @@ class _OwnLoss:
         kinds = self._known.get(spec)
         if kinds is None:
             kinds = self._known[spec] = self._matched(tree.paths(params), leaves)
+        checks = self.axis.size > 1 and torch.is_grad_enabled() and spec not in self._checked
         # Tied leaves stay one leaf.
         made: dict[int, LazyLeaf] = {}
+        of_experts: dict[Any, str] = {}
         for place, (leaf, (path, kind)) in enumerate(zip(leaves, kinds, strict=True)):
-            if kind != "experts" and isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and (checks or kind != "experts"):
                 if id(leaf) not in made:
-                    made[id(leaf)] = self._shared(leaf, path, kind)
+                    made[id(leaf)] = self._shared(leaf, path, kind, of_experts)
                 leaves[place] = made[id(leaf)]
         out = call_with(self.loss, params, spec, leaves, *batch)
+        if checks:
+            self._check_uses(out, of_experts)
+            self._checked.add(spec)
         # A graph holds a lazy leaf only where an autograd.Function lost its gradient.
         if max(map(_use_count, made.values()), default=0) > 1:
             check_graph(out)
         return out
 
-    def _shared(self, own: Tensor, path: str, kind: str) -> LazyLeaf:
-        """Return a leaf that the ranks share, whose gradient backward sums at each use."""
+    def _shared(self, own: Tensor, path: str, kind: str, of_experts: dict[Any, str]) -> LazyLeaf:
+        """Return a leaf that the ranks share, whose gradient backward sums at each use.
+
+        A leaf of experts is this rank's alone, and each use adds its node to ``of_experts``.
+        """
 
         def load(_: LazyLeaf) -> Tensor:
             tensor = tensor_of(own) if isinstance(own, LazyLeaf) else own
+            if kind == "experts":
+                used = tensor.view_as(tensor)
+                of_experts[used.grad_fn] = path
+                return used
             if kind == "gathered":
                 return collectives.all_gather(tensor, self.axis, name="params", part=path)
             return collectives.enter(tensor, self.axis, name="grads", part=path)
@@ -217,6 +230,24 @@ class _OwnLoss:
         shape = (rows, *own.shape[1:]) if kind == "gathered" else tuple(own.shape)
         source = BucketSource(load)
         return LazyLeaf(shape, own.dtype, own.device, own.requires_grad, path, source)
+
+    def _check_uses(self, out: Any, of_experts: dict[Any, str]) -> None:
+        """Refuse a term over experts that no tokens of other ranks have met.
+
+        Tokens travel by an ``autograd.Function``, so the graph is followed up to the first one.
+        """
+        value = out[0] if isinstance(out, tuple) else out  # backward starts at no auxiliary result
+        for node in graph_of(value, past_functions=False):
+            path = of_experts.get(node)
+            if path is not None:
+                raise PlacementError(
+                    "a loss uses the leaves of experts inside of dispatch(), where the tokens of "
+                    f"all ranks meet them; got leaf {path!r}, which the result uses directly too: "
+                    f"such a term has the experts of one rank of {self.axis.size}; for a penalty, "
+                    "use the weight decay of the optimizer; for a leaf of no expert, pass narrower "
+                    "globs in experts=",
+                    leaf=path,
+                )
 
     def _matched(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
         """Return the path and the kind of each leaf, which all ranks must agree on."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import BackwardCFunction
 
 from zfun import ops, tree
 from zfun.errors import PlacementError, ZfunError
@@ -319,12 +320,22 @@ def nodes_of(out: Any) -> list[Any]:
     ]
 
 
-def check_graph(out: Any) -> None:
-    """Refuse a result whose graph holds a lazy leaf: an ``autograd.Function`` kept the leaf."""
+def graph_of(out: Any, *, past_functions: bool = True) -> Iterator[Any]:
+    """Yield the nodes of a result's graph once each, by choice none behind a custom function."""
     todo = [node for node in nodes_of(out) if node is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
+        yield node
+        if past_functions or not isinstance(node, BackwardCFunction):
+            following = {node for node, _ in node.next_functions if node is not None} - seen
+            seen |= following
+            todo += following
+
+
+def check_graph(out: Any) -> None:
+    """Refuse a result whose graph holds a lazy leaf: an ``autograd.Function`` kept the leaf."""
+    for node in graph_of(out):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, LazyLeaf):
             raise PlacementError(
@@ -333,7 +344,3 @@ def check_graph(out: Any) -> None:
                 "zf.functional(model, gather=[...])",
                 leaf=leaf.path,
             )
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,36 @@ class _Double(torch.autograd.Function):
 def test_wrong_programs_are_refused_by_name(case: str, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         zf.simulate(2, lambda group: WRONG[case](zf.mesh(group, dp=1, ep=2)))
+
+
+def penalised(
+    group: Group, stage: int, ep: int, term: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Train experts that scale tokens, with a term over the experts, and return them."""
+    mesh = zf.mesh(group, dp=group.size // ep, ep=ep)
+
+    def loss_fn(p: Any, x: Tensor) -> Any:
+        halved = p["experts"] / 2  # before tokens travel
+        chosen = torch.arange(len(x)).remainder(4)[:, None]
+        experts = lambda rows, ids: rows * halved[ids]
+        out = dispatch(experts, x, chosen, torch.ones(len(x), 1), mesh["ep"], 4)
+        loss = out.square().sum()
+        if term is None:  # a number that is only shown
+            return loss, p["experts"].norm()
+        return (loss + term(p["experts"]), {"scaled": out})
+
+    zero = zf.zero(stage, over(mesh["ep"], loss_fn), zf.optim.adamw(0.1), mesh["dp"])
+    state = zero.init({"experts": draw(4, 2)})
+    for step in range(2):
+        state, _ = zero.step(state, draw(5, 2, seed=step))
+    return zero.params(state)["experts"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_term_over_experts_is_refused_where_tokens_have_not_met_them(stage: int) -> None:
+    """A rank has a part of the experts, so a mean over ranks would count a part of the term."""
+    close(zf.simulate(2, penalised, stage, 2)[0], zf.simulate(2, penalised, stage, 1)[0])
+    for term in (lambda x: 0.1 * x.norm(), lambda x: x.square().mean().exp()):
+        zf.simulate(2, penalised, stage, 1, term)  # all experts on each rank: right
+        with pytest.raises(PlacementError, match=r"leaf 'experts', .* one rank of 2; .* decay"):
+            zf.simulate(2, penalised, stage, 2, term)
