@@ -28,16 +28,16 @@ F, I = "fp32", "i32"  # noqa: E741
 
 # Arguments in order; a string is a type, any other value a constant.
 KERNELS: dict[str, list[Any]] = {
-    "_pack": [P16, P8, I, I, 128, True],
-    "_unpack": [P8, P32, P32, I, I, 1024, False],
-    "_quantise": [P32, P32, P8, I, I, I, 256, 128, 4, False],
-    "_sum_codes": [P32, "*i8", P16, I, I, I, I, 4, 1024, 4, True],
-    "_squares": [P16, I64, "*fp64", I, 128, 78, True],
-    "_ravel": [I64, I64, P16, P32, 1024, True, True, False, True, True, P32],
-    "_adam": [P32, P16, P32, P32, None, I, P8, P32, *[F] * 8, 1024, True, False, True, True, True],
-    "_sgd": [P32, P32, P32, None, I, P8, *[F] * 4, 1024, True, True, False, False],
-    "_lion": [P32, P16, P32, P32, I, None, *[F] * 7, 1024, True, True, False],
-    "_adagrad": [P32, P32, P32, P32, I, P8, *[F] * 4, 1024, True, False, False],
+    "_pack": [P16, P8, I, I, 128],
+    "_unpack": [P8, P32, P32, I, I, 1024],
+    "_quantise": [P32, P8, I, I, 256, 128, 4],
+    "_sum_codes": [P32, "*i8", P16, I, I, I, 4, 4],
+    "_squares": [P16, I64, "*fp64", I, 128, 78],
+    "_ravel": [I64, I64, P16, P32, 1024, True, True, P32],
+    "_adam": [P32, P16, P32, P32, None, I, P8, P32, *[F] * 5, None, F, F, 1024, True, True],
+    "_sgd": [P32, P32, P32, None, I, P8, *[F] * 4, 1024, True, False],
+    "_lion": [P32, P16, P32, P32, I, None, *[F] * 7, 1024, False],
+    "_adagrad": [P32, P32, P32, P32, I, P8, *[F] * 4, 1024, False],
 }
 
 
@@ -86,9 +86,9 @@ def test_a_kernel_compiles_without_a_gpu(name: str, capability: int) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("_ravel", [I64, I64, P16, F, 1024, True, False, False, True, True, P32]),
-        ("_ravel", [I64, I64, P32, F, 1024, False, False, False, False, True, P32]),
-        ("_ravel", [I64, I64, P16, F, 1024, False, False, True, True, True, P16]),
+        ("_ravel", [I64, I64, P16, F, 1024, False, True, P32]),
+        ("_ravel", [I64, I64, P32, None, 1024, False, True, P32]),
+        ("_ravel", [I64, I64, P16, None, 1024, False, True, P16]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value[2:])),
 )

@@ -31,10 +31,6 @@ def as_pointer(x: Tensor) -> Tensor:
     return x.detach().view(torch.int16) if x.dtype == torch.bfloat16 else x.detach()
 
 
-def is_bf16(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16
-
-
 def launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any
 ) -> None:
@@ -46,10 +42,16 @@ def launch(
 
 
 @triton.jit
-def load_wide(start, places, mask, BF16: tl.constexpr):
-    """Read elements of an array as float32."""
+def number(x, READS: tl.constexpr):
+    """Return a number that is an argument, or lies at an address."""
+    return tl.load(x) if READS else x
+
+
+@triton.jit
+def load_wide(start, places, mask):
+    """Read elements of an array as float32; 16-bit integers are those of bfloat16."""
     raw = tl.load(start + places, mask=mask, other=0)
-    if BF16:
+    if start.dtype.element_ty == tl.int16:
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         x = raw.to(tl.float32)
@@ -57,9 +59,9 @@ def load_wide(start, places, mask, BF16: tl.constexpr):
 
 
 @triton.jit
-def store_narrow(start, places, x, mask, BF16: tl.constexpr):
+def store_narrow(start, places, x, mask):
     """Write float32 numbers as elements of an array, rounded to nearest, ties to even."""
-    if BF16:
+    if start.dtype.element_ty == tl.int16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         tl.store(start + places, tl.where(x != x, 0x7FC0, rounded).to(tl.int16), mask=mask)

@@ -7,17 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow
+from zfun.ops.triton._base import TILE, as_pointer, launch, load_wide, store_narrow
+
+_TILE = tl.constexpr(TILE)
 
 
 @triton.jit
-def _pack(x, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.constexpr):
+def _pack(x, out, numel, num_bytes, TILE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     place = tl.arange(0, 8)
     i = byte[:, None] * 8 + place[None, :]
     mask = i < numel
-    positive = (load_wide(x + row * numel, i, mask, BF16) >= 0) & mask
+    positive = (load_wide(x + row * numel, i, mask) >= 0) & mask
     tl.store(
         out + row * num_bytes + byte,
         tl.sum(positive.to(tl.int32) << place[None, :], 1).to(tl.uint8),
@@ -26,7 +28,7 @@ def _pack(x, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def _unpack(packed, scales, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.constexpr):
+def _unpack(packed, scales, out, numel, num_bytes, TILE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = i < numel
@@ -34,8 +36,8 @@ def _unpack(packed, scales, out, numel, num_bytes, TILE: tl.constexpr, BF16: tl.
         tl.load(packed + row * num_bytes + i // 8, mask=mask, other=0).to(tl.int32)
         >> (i % 8).to(tl.int32)
     ) & 1
-    scale = load_wide(scales, row, True, BF16)
-    store_narrow(out + row * numel, i, tl.where(bit == 1, scale, -scale), mask, BF16)
+    scale = load_wide(scales, row, True)
+    store_narrow(out + row * numel, i, tl.where(bit == 1, scale, -scale), mask)
 
 
 @triton.jit
@@ -49,15 +51,12 @@ def _code(x, scale, finite):
 @triton.jit
 def _quantise(
     rows,
-    scales,
-    codes,
+    messages,
     numel,
     row_bytes,
-    scale_bytes,
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
-    BF16: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64)
@@ -65,8 +64,8 @@ def _quantise(
     inside = 2 * pair < BLOCK
     low = block * BLOCK + 2 * pair
     has_low, has_high = inside & (low < numel), inside & (low + 1 < numel)
-    a = load_wide(rows + row * numel, low, has_low, BF16)
-    b = load_wide(rows + row * numel, low + 1, has_high, BF16)
+    a = load_wide(rows + row * numel, low, has_low)
+    b = load_wide(rows + row * numel, low + 1, has_high)
     # As integers, numbers without their sign are in order, and those that are not finite above all
     # others.
     sizes = tl.maximum(
@@ -81,9 +80,10 @@ def _quantise(
     )
     step = tl.where(finite, step, float("nan"))
     first = pair == 0
-    tl.store(scales + row * (row_bytes // 4) + block + pair, step, mask=first)
+    message = messages + row * row_bytes
+    tl.store(message.to(tl.pointer_type(tl.float32)) + block + pair, step, mask=first)
     lower, upper = _code(a, step, finite), _code(b, step, finite)
-    target = codes + row * row_bytes + scale_bytes
+    target = message + 4 * tl.num_programs(0)
     if BITS == 8:
         tl.store(target + low, (lower & 255).to(tl.uint8), mask=has_low)
         tl.store(target + low + 1, (upper & 255).to(tl.uint8), mask=has_high)
@@ -92,27 +92,15 @@ def _quantise(
 
 
 @triton.jit
-def _sum_codes(
-    scales,
-    codes,
-    out,
-    numel,
-    row_bytes,
-    scale_bytes,
-    block,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    BF16: tl.constexpr,
-):
+def _sum_codes(scales, codes, out, numel, row_bytes, block, ROWS: tl.constexpr, BITS: tl.constexpr):
     part = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    i = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
     mask = i < numel
-    total = tl.full((TILE,), 0.0, tl.float32)
+    total = tl.full((_TILE,), 0.0, tl.float32)
     for index in range(ROWS):
         row = part * ROWS + index
         scale = tl.load(scales + row * (row_bytes // 4) + i // block, mask=mask, other=0.0)
-        source = codes + row * row_bytes + scale_bytes
+        source = codes + row * row_bytes
         if BITS == 8:
             code = tl.load(source + i, mask=mask, other=0).to(tl.int32)
         else:
@@ -121,7 +109,7 @@ def _sum_codes(
             )
             code = ((nibble & 15) ^ 8) - 8
         total += code.to(tl.float32) * scale
-    store_narrow(out + part * numel, i, total, mask, BF16)
+    store_narrow(out + part * numel, i, total, mask)
 
 
 def pack_signs(x: Tensor) -> Tensor:
@@ -130,17 +118,7 @@ def pack_signs(x: Tensor) -> Tensor:
     if x.numel():
         grid = (triton.cdiv(out.shape[-1], TILE // 8), x.numel() // numel)
         x = x.contiguous()
-        launch(
-            _pack,
-            grid,
-            x.device,
-            as_pointer(x),
-            out,
-            numel,
-            out.shape[-1],
-            TILE=TILE // 8,
-            BF16=is_bf16(x),
-        )
+        launch(_pack, grid, x.device, as_pointer(x), out, numel, out.shape[-1], TILE=TILE // 8)
     return out
 
 
@@ -150,7 +128,7 @@ def unpack_signs(packed: Tensor, numel: int, scales: Tensor) -> Tensor:
         packed, scales = packed.contiguous(), scales.contiguous()
         grid = (triton.cdiv(numel, TILE), out.numel() // numel)
         args = (packed, as_pointer(scales), as_pointer(out), numel, packed.shape[-1])
-        launch(_unpack, grid, out.device, *args, TILE=TILE, BF16=is_bf16(out))
+        launch(_unpack, grid, out.device, *args, TILE=TILE)
     return out
 
 
@@ -160,18 +138,9 @@ def quantise(rows: Tensor, out: Tensor, *, bits: int, block: int) -> None:
         return
     rows, num_blocks = rows.contiguous(), triton.cdiv(numel, block)
     out[:, 4 * num_blocks + -(-numel * bits // 8) :] = 0
-    args = (as_pointer(rows), out.view(torch.float32), out, numel, out.shape[1], 4 * num_blocks)
-    half = triton.next_power_of_2(block) // 2
-    launch(
-        _quantise,
-        (num_blocks, num_rows),
-        out.device,
-        *args,
-        BLOCK=block,
-        HALF=half,
-        BITS=bits,
-        BF16=is_bf16(rows),
-    )
+    args = (as_pointer(rows), out, numel, out.shape[1])
+    constants = {"BLOCK": block, "HALF": triton.next_power_of_2(block) // 2, "BITS": bits}
+    launch(_quantise, (num_blocks, num_rows), out.device, *args, **constants)
 
 
 def dequantise(messages: Tensor, out: Tensor, *, bits: int, block: int) -> None:
@@ -188,20 +157,7 @@ def _read(
     if not out.numel():
         return
     numel = out.numel() // num_parts
-    args = (
-        messages.view(torch.float32),
-        messages.view(torch.int8),
-        as_pointer(out),
-        numel,
-        messages.shape[1],
-    )
-    constants = {"ROWS": num_rows, "TILE": TILE, "BITS": bits, "BF16": is_bf16(out)}
-    launch(
-        _sum_codes,
-        (triton.cdiv(numel, TILE), num_parts),
-        out.device,
-        *args,
-        4 * triton.cdiv(numel, block),
-        block,
-        **constants,
-    )
+    codes = messages.view(torch.int8)[:, 4 * triton.cdiv(numel, block) :]
+    args = (messages.view(torch.float32), codes, as_pointer(out), numel, messages.shape[1], block)
+    grid = (triton.cdiv(numel, TILE), num_parts)
+    launch(_sum_codes, grid, out.device, *args, ROWS=num_rows, BITS=bits)

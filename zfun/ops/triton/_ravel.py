@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, store_narrow, takes
+from zfun.ops.triton._base import TILE, as_pointer, launch, load_wide, number, store_narrow, takes
 
 
 @triton.jit
@@ -23,10 +23,7 @@ def _ravel(
     out,
     scale,
     TILE: tl.constexpr,
-    SCALED: tl.constexpr,
     READS: tl.constexpr,
-    IN_BF16: tl.constexpr,
-    BF16: tl.constexpr,
     ALIGNED: tl.constexpr,
     like,
 ):
@@ -37,22 +34,21 @@ def _ravel(
         tl.load(tile + 2),
         tl.load(tile + 3),
     )
-    factor = tl.load(scale) if READS else scale
     i = tl.arange(0, TILE)
     address = tl.load(addresses + tl.maximum(piece, 0))
     source = address.to(like.dtype) + local
     target = out + start
     whole = (piece >= 0) & _is_whole(address, local, like, start, out, length, TILE)
     if ALIGNED and whole:
-        x = load_wide(tl.multiple_of(source, 16), i, i < TILE, IN_BF16)
-        if SCALED:
-            x = x * factor
-        store_narrow(tl.multiple_of(target, 16), i, x, i < TILE, BF16)
+        x = load_wide(tl.multiple_of(source, 16), i, i < TILE)
+        if scale is not None:
+            x = x * number(scale, READS)
+        store_narrow(tl.multiple_of(target, 16), i, x, i < TILE)
     else:
-        x = load_wide(source, i, i < tl.where(piece >= 0, length, 0), IN_BF16)
-        if SCALED:
-            x = tl.where(piece >= 0, x * factor, 0.0)
-        store_narrow(target, i, x, i < length, BF16)
+        x = load_wide(source, i, i < tl.where(piece >= 0, length, 0))
+        if scale is not None:
+            x = tl.where(piece >= 0, x * number(scale, READS), 0.0)
+        store_narrow(target, i, x, i < length)
 
 
 @triton.jit
@@ -133,14 +129,10 @@ def ravel_into(
     if table is None:
         return False
     addresses, tiles, like = table
-    reads = isinstance(scale, Tensor)
-    flags = {
-        "SCALED": reads or scale != 1.0,
-        "READS": reads,
-        "IN_BF16": is_bf16(like),
-        "BF16": is_bf16(out),
-        "ALIGNED": _is_aligned(out),
-    }
+    if isinstance(scale, Tensor):
+        factor = scale.to(torch.float32)
+    else:
+        factor = None if scale == 1.0 else scale
     launch(
         _ravel,
         (len(tiles),),
@@ -148,9 +140,10 @@ def ravel_into(
         addresses,
         tiles,
         as_pointer(out),
-        scale.to(torch.float32) if isinstance(scale, Tensor) else scale,
+        factor,
         TILE=TILE,
-        **flags,
+        READS=isinstance(scale, Tensor),
+        ALIGNED=_is_aligned(out),
         like=as_pointer(like),
     )
     torch.autograd.graph.increment_version(out)

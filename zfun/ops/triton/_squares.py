@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zfun.ops._exact import LIMBS, LOWEST
-from zfun.ops.triton._base import as_pointer, is_bf16, launch, load_wide
+from zfun.ops.triton._base import as_pointer, launch, load_wide
 
 _UNITS = 128  # of 32 elements
 # With fewer, a thread holds so many numbers that half of the multiprocessor stays empty.
@@ -16,13 +16,13 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _squares(x, row, special, numel, UNITS: tl.constexpr, LIFT: tl.constexpr, BF16: tl.constexpr):
+def _squares(x, row, special, numel, UNITS: tl.constexpr, LIFT: tl.constexpr):
     # Eight sums of the squares of 32 elements, as [Note: exact sums] has them, are cut in digits of
     # 32 bits, which are added as integers.
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     i = unit[:, None] * 32 + tl.arange(0, 8)[None, :]
-    a, b = _square(x, i, numel, BF16), _square(x, i + 8, numel, BF16)
-    c, d = _square(x, i + 16, numel, BF16), _square(x, i + 24, numel, BF16)
+    a, b = _square(x, i, numel), _square(x, i + 8, numel)
+    c, d = _square(x, i + 16, numel), _square(x, i + 24, numel)
     total = (a + c) + (b + d)
     raw = total.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     exponent = raw >> 52
@@ -51,8 +51,8 @@ def _squares(x, row, special, numel, UNITS: tl.constexpr, LIFT: tl.constexpr, BF
 
 
 @triton.jit
-def _square(x, i, numel, BF16: tl.constexpr):
-    value = load_wide(x, i, i < numel, BF16)
+def _square(x, i, numel):
+    value = load_wide(x, i, i < numel)
     return value.to(tl.float64) * value.to(tl.float64)
 
 
@@ -60,7 +60,7 @@ def squares_in_bins(x: Tensor) -> Tensor:
     """Sum the squares of a vector exactly; the last entry is 0 if all elements are finite."""
     row = torch.zeros(LIMBS + 1, dtype=torch.int64, device=x.device)
     args = (as_pointer(x), row, row[LIMBS:].view(torch.float64), x.numel())
-    flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST, "BF16": is_bf16(x)}
+    flags = {"UNITS": _UNITS, "LIFT": -1075 - LOWEST}
     if x.numel():
         grid = (triton.cdiv(x.numel(), 32 * _UNITS),)
         launch(_squares, grid, x.device, *args, **flags, num_warps=NUM_WARPS)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfun.ops.triton._base import TILE, as_pointer, is_bf16, launch, load_wide, takes
+from zfun.ops.triton._base import TILE, as_pointer, launch, load_wide, number, takes
 
 
 @triton.jit
@@ -24,14 +24,10 @@ def _places(numel, taken, TILE: tl.constexpr):
 
 
 @triton.jit
-def _start_step(
-    param, grad, scale, l2, i, mask, L2: tl.constexpr, FMA: tl.constexpr, BF16: tl.constexpr,
-    READS: tl.constexpr,
-):  # fmt: skip
+def _start_step(param, grad, scale, l2, i, mask, FMA: tl.constexpr, READS: tl.constexpr):
     p = tl.load(param + i, mask=mask, other=0.0)
-    factor = tl.load(scale) if READS else scale
-    g = load_wide(grad, i, mask, BF16) * factor
-    if L2:
+    g = load_wide(grad, i, mask) * number(scale, READS)
+    if l2 is not None:
         g = tl.fma(p, l2, g) if FMA else g + p * l2
     return p, g
 
@@ -48,13 +44,10 @@ def _end_step(param, change, new, delta, i, mask):
 def _adam(
     param, grad, mu, nu, change, numel, taken, scale, weight, b2, rest2, step, eps, l2, keep,
     correction,
-    TILE: tl.constexpr, NEAR: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
-    BF16: tl.constexpr, READS: tl.constexpr,
+    TILE: tl.constexpr, NEAR: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
-    p, g = _start_step(
-        param, grad, scale, l2, i, mask, L2, True, BF16, READS,  # type: ignore[arg-type]
-    )  # fmt: skip
+    p, g = _start_step(param, grad, scale, l2, i, mask, True, READS)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     v = tl.load(nu + i, mask=mask, other=0.0)
     m = tl.fma(g - m, weight, m if NEAR else g)
@@ -64,7 +57,7 @@ def _adam(
     u = tl.div_rn(
         m * step, tl.div_rn(tl.sqrt_rn(v), correction + tl.full((TILE,), 0.0, tl.float32)) + eps
     )
-    if DECAY:
+    if keep is not None:
         new = u + p * keep
         _end_step(param, change, new, new - p, i, mask)
     else:
@@ -74,13 +67,10 @@ def _adam(
 @triton.jit
 def _sgd(
     param, grad, velocity, change, numel, taken, scale, step, momentum, l2,
-    TILE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
-    READS: tl.constexpr,
+    TILE: tl.constexpr, NESTEROV: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
-    p, g = _start_step(
-        param, grad, scale, l2, i, mask, L2, False, BF16, READS,  # type: ignore[arg-type]
-    )  # fmt: skip
+    p, g = _start_step(param, grad, scale, l2, i, mask, False, READS)  # type: ignore[arg-type]
     if velocity is not None:
         b = tl.load(velocity + i, mask=mask, other=0.0) * momentum + g
         tl.store(velocity + i, b, mask=mask)
@@ -95,16 +85,14 @@ def _sgd(
 @triton.jit
 def _lion(
     param, grad, mu, change, numel, taken, scale, b1, rest1, b2, rest2, step, decay,
-    TILE: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, READS: tl.constexpr,
+    TILE: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
-    p, g = _start_step(
-        param, grad, scale, 0.0, i, mask, False, False, BF16, READS,  # type: ignore[arg-type]
-    )  # fmt: skip
+    p, g = _start_step(param, grad, scale, None, i, mask, False, READS)  # type: ignore[arg-type]
     m = tl.load(mu + i, mask=mask, other=0.0)
     towards = m * b1 + g * rest1
     u = tl.where(towards > 0, 1.0, tl.where(towards < 0, -1.0, 0.0)) * step
-    if DECAY:
+    if decay is not None:
         u = u + p * decay
     tl.store(mu + i, m * b2 + g * rest2, mask=mask)
     _end_step(param, change, p + u, u, i, mask)
@@ -113,13 +101,10 @@ def _lion(
 @triton.jit
 def _adagrad(
     param, grad, total, change, numel, taken, scale, step, eps, l2,
-    TILE: tl.constexpr, L2: tl.constexpr, BF16: tl.constexpr,
-    READS: tl.constexpr,
+    TILE: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     i, mask = _places(numel, taken, TILE)  # type: ignore[arg-type]
-    p, g = _start_step(
-        param, grad, scale, l2, i, mask, L2, False, BF16, READS,  # type: ignore[arg-type]
-    )  # fmt: skip
+    p, g = _start_step(param, grad, scale, l2, i, mask, False, READS)  # type: ignore[arg-type]
     s = tl.load(total + i, mask=mask, other=0.0) + g * g
     tl.store(total + i, s, mask=mask)
     u = tl.div_rn(g, tl.sqrt_rn(s) + eps) * step
@@ -156,7 +141,6 @@ def step(
             scale.to(torch.float32) if isinstance(scale, Tensor) else scale,
             *numbers,
             TILE=TILE,
-            BF16=is_bf16(grad),
             READS=isinstance(scale, Tensor),
             **flags,
         )
@@ -164,31 +148,30 @@ def step(
     return True
 
 
-# The kernel of a rule, its numbers, and its choices.
-_Call: TypeAlias = tuple[Any, tuple[float, ...], dict[str, bool]]
+# The kernel of a rule, its numbers (None without such a term), and its choices.
+_Call: TypeAlias = tuple[Any, tuple[float | None, ...], dict[str, bool]]
 
 
 def _adam_call(c: Any) -> _Call:
     weight = 1.0 - c.b1
     near = weight < 0.5
     first = weight if near else weight - 1.0
-    moments, rest = (first, c.b2, 1.0 - c.b2), (c.l2, 1.0 - c.decay, c.correction)
-    flags = {"NEAR": near, "L2": c.l2 != 0.0, "DECAY": c.decay != 0.0}
-    return _adam, (*moments, -c.step_size, c.eps, *rest), flags
+    moments, keep = (first, c.b2, 1.0 - c.b2), 1.0 - c.decay if c.decay else None
+    numbers = (*moments, -c.step_size, c.eps, c.l2 or None, keep, c.correction)
+    return _adam, numbers, {"NEAR": near}
 
 
 def _sgd_call(c: Any) -> _Call:
-    flags = {"NESTEROV": bool(c.nesterov), "L2": c.l2 != 0.0}
-    return _sgd, (-c.learning_rate, c.momentum, c.l2), flags
+    return _sgd, (-c.learning_rate, c.momentum, c.l2 or None), {"NESTEROV": bool(c.nesterov)}
 
 
 def _lion_call(c: Any) -> _Call:
-    numbers = (c.b1, 1.0 - c.b1, c.b2, 1.0 - c.b2, -c.learning_rate, -c.decay)
-    return _lion, numbers, {"DECAY": c.decay != 0.0}
+    decay = -c.decay if c.decay else None
+    return _lion, (c.b1, 1.0 - c.b1, c.b2, 1.0 - c.b2, -c.learning_rate, decay), {}
 
 
 def _adagrad_call(c: Any) -> _Call:
-    return _adagrad, (-c.learning_rate, c.eps, c.l2), {"L2": c.l2 != 0.0}
+    return _adagrad, (-c.learning_rate, c.eps, c.l2 or None), {}
 
 
 _RULES: dict[str, Callable[[Any], _Call]] = {
