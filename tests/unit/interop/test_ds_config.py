@@ -428,7 +428,6 @@ def test_elastic_batches_of_nodes_count_replicas(
         64,
         micros,
         16,
-        version=0.2,
         min_ranks=16,
         max_ranks=16,
         ranks_per_node=8,
@@ -442,10 +441,10 @@ def test_elastic_batches_of_nodes_count_replicas(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model_parallel": 4}, "use version=0.2"),
-        ({"version": 0.2}, "pass world_size"),
+        ({"model_parallel": 4}, "use version 0.2, which is ranks_per_node="),
+        ({"ranks_per_node": 1}, "pass world_size"),
         (
-            {"version": 0.2, "world_size": 16, "ranks_per_node": 8, "model_parallel": 16},
+            {"world_size": 16, "ranks_per_node": 8, "model_parallel": 16},
             "whole replicas",
         ),
         ({"max_batch": 4}, "remove the larger micro-batches"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zfun.errors import OptionError
-from zfun.options import each, integer, one_of, takes
+from zfun.options import each, integer, takes
 
 # Highly composite numbers: each has more divisors than every smaller number, so a batch of such a
 # multiple can be divided among many numbers of ranks. These reach 720,720 micro-batches.
@@ -115,8 +115,7 @@ def batch_of(
     world_size=integer(1) | None,
     min_ranks=integer(1),
     max_ranks=integer(1) | None,
-    version=one_of(0.1, 0.2),
-    ranks_per_node=integer(1),
+    ranks_per_node=integer(1) | None,
     model_parallel=integer(1),
 )
 def solve_batch(
@@ -127,28 +126,27 @@ def solve_batch(
     min_ranks: int = 1,
     max_ranks: int | None = None,
     prefer_larger: bool = True,
-    version: float = 0.1,
-    ranks_per_node: int = 1,
+    ranks_per_node: int | None = None,
     model_parallel: int = 1,
 ) -> ElasticBatch:
     """Choose a batch size that many numbers of ranks can train unchanged.
 
-    DeepSpeed's elasticity. Candidates are multiples of each micro-batch size, and of their least
-    common multiple, by the largest highly composite number below the bound. The candidate wins that
-    the most numbers of ranks can train. Version 0.2 does so for whole nodes.
+    DeepSpeed's elasticity 0.1, and with ``ranks_per_node`` version 0.2, which does so for whole
+    nodes. Candidates are multiples of each micro-batch size, and of their least common multiple, by
+    the largest highly composite number below the bound. The candidate wins that the most numbers of
+    ranks can train.
 
     Args:
         max_batch: the largest batch, in samples over all ranks.
         micro_batches: sizes that fit into the memory of a rank.
-        world_size: ranks now, model-parallel ranks included; version 0.2 needs this number.
+        world_size: ranks now, model-parallel ranks included; ``ranks_per_node`` needs this number.
         min_ranks: the least number of ranks.
         max_ranks: the largest number of ranks; by default ``max_batch`` over the smallest
             micro-batch.
-        prefer_larger: of candidates with equally many numbers of ranks take the larger, and in
-            version 0.2 the larger micro-batch.
-        version: 0.1 or 0.2.
-        ranks_per_node: of version 0.2.
-        model_parallel: ranks that hold one replica; of version 0.2.
+        prefer_larger: of candidates with equally many numbers of ranks take the larger, and with
+            ``ranks_per_node`` the larger micro-batch.
+        ranks_per_node: ranks of a node; by default nodes may be split.
+        model_parallel: ranks that hold one replica; needs ``ranks_per_node``.
 
     Returns:
         The batch size, the numbers of ranks, and the micro-batch size of ``world_size``.
@@ -161,11 +159,11 @@ def solve_batch(
         >>> solve_batch(32, [1, 2, 3, 7], world_size=4)
         ElasticBatch(train=24, world_sizes=(1, 2, 3, 4, 6, 8, 12, 24), micro=3)
     """
-    if version == 0.1:
+    if ranks_per_node is None:
         if model_parallel > 1:
             raise OptionError(
                 "version 0.1 is for data parallelism alone; got "
-                f"model_parallel={model_parallel}; use version=0.2"
+                f"model_parallel={model_parallel}; use version 0.2, which is ranks_per_node="
             )
         train, sizes = _by_ranks(max_batch, micro_batches, min_ranks, max_ranks, prefer_larger)
         micro = None if world_size is None else _largest(train, sizes, micro_batches, world_size)
@@ -176,7 +174,7 @@ def solve_batch(
             f"{ranks_per_node} and model_parallel={model_parallel}; use a divisor"
         )
     if world_size is None:
-        raise OptionError("version 0.2 needs the number of ranks; got none; pass world_size")
+        raise OptionError("whole nodes need the number of ranks; got none; pass world_size")
     replicas, now = ranks_per_node // model_parallel, world_size // model_parallel
     least = max(1, min_ranks // ranks_per_node)
     most = None if max_ranks is None else max(1, max_ranks // ranks_per_node)
@@ -200,6 +198,8 @@ def solve_batch(
 def elastic_batch(section: Mapping[str, Any], world_size: int | None) -> ElasticBatch:
     """Return the batch size of a section ``elasticity``, with DeepSpeed's defaults."""
     version = section.get("version", 0.2)
+    if str(version) not in ("0.1", "0.2"):
+        raise OptionError(f"version of elasticity is 0.1 or 0.2; got {version!r}; write 0.2")
     return solve_batch(
         section.get("max_train_batch_size", 2000),
         section.get("micro_batch_sizes", [2, 4, 6]),
@@ -207,8 +207,7 @@ def elastic_batch(section: Mapping[str, Any], world_size: int | None) -> Elastic
         min_ranks=section.get("min_gpus", 1),
         max_ranks=section.get("max_gpus"),
         prefer_larger=section.get("prefer_larger_batch", True),
-        version={"0.1": 0.1, "0.2": 0.2}.get(str(version), version),
-        ranks_per_node=section.get("num_gpus_per_node", 1),
+        ranks_per_node=None if str(version) == "0.1" else section.get("num_gpus_per_node", 1),
         model_parallel=section.get("model_parallel_size", 1),
     )
 
