@@ -115,19 +115,24 @@ class Hang(BaseException):
     """The call took too long."""
 
 
+def public_names(name: str) -> dict[str, Any]:
+    """The public values of a module: those in ``__all__``, or else those defined in it."""
+    module = importlib.import_module(name)
+    own = [
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and f"{getattr(value, '__module__', '')}.".startswith(f"{name}.")
+    ]
+    found = {key: getattr(module, key) for key in getattr(module, "__all__", own)}
+    return {key: value for key, value in found.items() if not inspect.ismodule(value)}
+
+
 def public_functions() -> dict[str, Callable[..., Any]]:
     """Every public function, and the classes of options, by the shortest name."""
     found: dict[str, Callable[..., Any]] = {}
     seen: set[int] = set()
     for name in MODULES:
-        module = importlib.import_module(name)
-        own = [
-            key
-            for key, value in vars(module).items()
-            if not key.startswith("_") and getattr(value, "__module__", None) == name
-        ]
-        for key in getattr(module, "__all__", own):
-            value = getattr(module, key)
+        for key, value in public_names(name).items():
             if id(value) in seen:
                 continue
             seen.add(id(value))

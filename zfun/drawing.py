@@ -9,8 +9,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "blank", "draw_bar", "frame", "put_legend", "unit_of"]
-
 # Okabe and Ito's palette, whose colours differ for colour-blind readers and in grey.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PINK, YELLOW, GREY, BLACK = "#D55E00", "#CC79A7", "#F0E442", "#999999", "#222222"

@@ -20,8 +20,6 @@ from zfun.placement import S
 from zfun.recipes import ZeroState, check_is_state
 from zfun.transforms import ScheduleOptions, ShardedLoss, redistribute, shard_params
 
-__all__ = ["Evaluation", "averaged", "bound", "evaluate"]
-
 _Out = TypeVar("_Out")
 _SCHEDULE = instance(ScheduleOptions, "a zf.ScheduleOptions", "zf.ScheduleOptions(prefetch=2)")
 

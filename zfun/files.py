@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALIGNMENT", "Files", "aligned", "open_direct", "pages", "parse_json"]
-
 # The largest sector of a disk today, and the size of a page: direct transfers (O_DIRECT) have
 # addresses, offsets and lengths that are multiples.
 ALIGNMENT = 4096

@@ -35,8 +35,6 @@ from zfun.flat import Flat
 from zfun.options import ANY, TEXT, each, takes
 from zfun.transforms import Remat, gather
 
-__all__ = ["Functional", "functional"]
-
 
 @takes(module=ANY, gather=each(TEXT, "globs of the paths of modules", "['*.mlp']"))
 def functional(module: nn.Module, *, gather: Sequence[str] = ()) -> Functional:

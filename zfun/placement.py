@@ -23,21 +23,6 @@ from torch import Tensor
 
 from zfun.errors import LeafError, OptionError
 
-__all__ = [
-    "UNIT",
-    "Aligned",
-    "Cut",
-    "Held",
-    "Owned",
-    "P",
-    "Piece",
-    "Placement",
-    "PlacementRule",
-    "R",
-    "S",
-    "Sharded",
-]
-
 UNIT = 32
 """Pieces begin and end at multiples of this many elements."""
 
@@ -49,13 +34,20 @@ class LeafPlace(Protocol):
     """The place of a leaf in a bucket; see :class:`zfun.layout.LeafSlot`."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """The leaf in the tree."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """The first element in the bucket."""
+
     @property
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """The number of elements."""
 
 
 class Placement:

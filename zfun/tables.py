@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["html_table", "in_bytes", "in_columns"]
-
 _MOST = 60
 
 

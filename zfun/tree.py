@@ -16,23 +16,6 @@ import torch.utils._pytree as torch_pytree
 
 from zfun.options import FUNCTION, ITERABLE, OF_LEAVES, instance, takes
 
-__all__ = [
-    "NAMESPACE",
-    "Spec",
-    "Tree",
-    "combine",
-    "flatten",
-    "leaves",
-    "leaves_like",
-    "map",
-    "partition",
-    "paths",
-    "register",
-    "structure",
-    "subtrees",
-    "unflatten",
-]
-
 NAMESPACE = "zfun"
 Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from typing_extensions import TypeVar
 
-__all__ = ["Aux", "Gradient", "Loss", "Params"]
-
 # A type checker takes Any where a loss without annotations does not say.
 Params = TypeVar("Params", bound=Any, default=Any)
 Aux = TypeVar("Aux", bound=Any, default=Any)

@@ -13,8 +13,6 @@ from zfun import __version__
 from zfun.cli import _ckpt, _commands
 from zfun.errors import ZfunError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``zfun``.

@@ -6,14 +6,3 @@ from zfun.demo._mesh_plan import mesh_plan
 from zfun.demo._mesh_search import mesh_search
 from zfun.demo._plan import machine_of, plan
 from zfun.demo._run import run
-
-__all__ = [
-    "hw_bench",
-    "io_bench",
-    "machine_of",
-    "measure_hardware",
-    "mesh_plan",
-    "mesh_search",
-    "plan",
-    "run",
-]

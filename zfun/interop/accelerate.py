@@ -26,8 +26,6 @@ from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, 
 from zfun.interop.engine._torch_states import with_own_constants
 from zfun.recipes import Precision
 
-__all__ = ["Accelerator"]
-
 _FOLDER = "zfun"
 # The attributes of an optimizer that belong to an engine.
 _ATTACHED = ("_zfun_engine", "step", "zero_grad")

@@ -22,8 +22,6 @@ from zfun.interop._named import named, whole_by_bucket
 from zfun.options import NAMES, takes
 from zfun.sources import Deferred
 
-__all__ = ["from_dtensor", "to_dtensor"]
-
 
 @takes(keep=NAMES)
 def from_dtensor(params: tree.Tree, keep: Sequence[str] = ()) -> tree.Tree:

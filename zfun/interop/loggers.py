@@ -18,8 +18,6 @@ from zfun.errors import OptionError
 from zfun.options import FUNCTION, PATH, Kind, instance, integer, takes
 from zfun.recipes import StepInfo
 
-__all__ = ["Sink", "step_logger", "step_numbers", "to_csv", "to_tensorboard", "to_wandb"]
-
 Sink: TypeAlias = Callable[[int, Mapping[str, float]], None]
 """``(step, numbers)`` to None."""
 

@@ -2,5 +2,3 @@
 
 from zfun.objects._address import Address, located
 from zfun.objects._store import Objects, files_of, is_url
-
-__all__ = ["Address", "Objects", "files_of", "is_url", "located"]

@@ -13,8 +13,6 @@ from zfun import tree
 from zfun.errors import LeafError
 from zfun.options import DEVICE, takes
 
-__all__ = ["Deferred", "initialised", "memory_of", "once", "spec_of"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Deferred:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["DTYPES", "MAX_HEADER_BYTES", "Header", "header_of"]
-
 # The limit of the format.
 MAX_HEADER_BYTES = 100_000_000
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zfun import ops
 
-__all__ = ["scratch"]
-
 # The allocator of the C library keeps freed blocks of up to 32 MiB for itself, in between blocks
 # that stay; smaller ones than this find a hole.
 _LEAST_BYTES = 1 << 20

@@ -19,8 +19,6 @@ from zfun.options import takes
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["parse_sizes", "pytest_addoption", "pytest_generate_tests"]
-
 _DEFAULT = "1,2,3"
 
 

@@ -34,8 +34,6 @@ from zfun.transforms.values._agreement import check_agreement
 from zfun.transforms.values.building import Leaves, build
 from zfun.typing import Loss
 
-__all__ = ["buffered", "place_buffers", "running", "unwritten", "views_by_leaf"]
-
 
 def views_by_leaf(buffers: Sequence[Tensor], layout: Layout) -> tree.Tree:
     """View whole buffers as a tree; a write to one leaf leaves the versions of the others."""

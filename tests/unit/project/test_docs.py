@@ -15,13 +15,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import zfun
+from tests.bad_values import public_names
 from tools import pages
 
 ROOT = Path(__file__).parents[3]
@@ -53,18 +52,6 @@ AS_PROGRAMS = {"from-fsdp.md": ("torch", 2), "lightning.md": ("lightning", 1)}
 DEEPSPEED, FACADE = pages.DEEPSPEED, "import zfun.interop.deepspeed as deepspeed"
 # Functions whose example would be too long for a docstring. A page of docs/ or a test has one.
 WITHOUT_EXAMPLE = {"zfun.collectives.spawn", "zfun.stores.fetch", "zfun.stores.resident"}
-
-
-def public_names(module: str) -> dict[str, Any]:
-    found = importlib.import_module(module)
-    names = getattr(found, "__all__", None) or [
-        name for name in vars(found) if not name.startswith("_")
-    ]
-    return {
-        name: value
-        for name in names
-        if not isinstance(value := getattr(found, name), types.ModuleType)
-    }
 
 
 @functools.cache

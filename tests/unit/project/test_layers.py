@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import zfun
+from tests.bad_values import public_names
 
 ROOT = Path(zfun.__file__).parent
 ORDER = [
@@ -228,21 +229,11 @@ PUBLIC = [
 ]
 
 
-def public_values(name: str) -> dict[str, object]:
-    module = importlib.import_module(name)
-    own = [
-        key
-        for key, value in vars(module).items()
-        if not key.startswith("_") and getattr(value, "__module__", None) == name
-    ]
-    return {key: getattr(module, key) for key in getattr(module, "__all__", own)}
-
-
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name: str) -> None:
     assert inspect.getdoc(importlib.import_module(name))
-    assert public_values(name)
-    for key, value in public_values(name).items():
+    assert public_names(name)
+    for key, value in public_names(name).items():
         if inspect.isfunction(value) or inspect.isclass(value):
             assert inspect.getdoc(value), f"{name}.{key} has no docstring"
 
@@ -258,7 +249,7 @@ WITHOUT_EXAMPLE = {
 
 
 def test_every_transform_has_an_example() -> None:
-    for key, value in public_values("zfun.transforms").items():
+    for key, value in public_names("zfun.transforms").items():
         if inspect.isfunction(value) and key not in WITHOUT_EXAMPLE:
             assert "Example:" in (inspect.getdoc(value) or ""), (
                 f"zfun.transforms.{key} has no example"
@@ -273,7 +264,7 @@ def test_the_top_level_has_few_public_names() -> None:
 
 def test_signatures_are_annotated() -> None:
     for name in PUBLIC:
-        for key, value in public_values(name).items():
+        for key, value in public_names(name).items():
             if inspect.isfunction(value):
                 signature = inspect.signature(value)
                 missing = [p.name for p in signature.parameters.values() if p.annotation is p.empty]

@@ -14,7 +14,6 @@
 =================  ===============================================================================
 """
 
-# ruff: noqa: F401
 from zfun.interop.ds_config._batch import Batch, ElasticBatch, batch_of, solve_batch
 from zfun.interop.ds_config._explain import Entry
 from zfun.interop.ds_config._mistakes import Mistake

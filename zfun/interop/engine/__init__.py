@@ -20,16 +20,3 @@ from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._methods import compile_blocks
 from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers, with_group_numbers
 from zfun.interop.engine._values import EngineBuffers, named_leaves
-
-__all__ = [
-    "TORCH_NAMES",
-    "UNBOUNDED",
-    "Engine",
-    "EngineBuffers",
-    "ParamGroups",
-    "compile_blocks",
-    "group_number",
-    "named_leaves",
-    "torch_numbers",
-    "with_group_numbers",
-]

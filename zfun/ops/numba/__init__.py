@@ -10,18 +10,3 @@ from zfun.ops.numba._ravel import ravel_into
 from zfun.ops.numba._squares import squares_in_bins
 from zfun.ops.numba._steps import lamb_apply, lamb_moments, step
 from zfun.ops.numba._sums import sum_in_rank_order
-
-__all__ = [
-    "dequantise",
-    "lamb_apply",
-    "lamb_moments",
-    "pack_signs",
-    "quantise",
-    "ravel_into",
-    "seconds_compiled",
-    "squares_in_bins",
-    "step",
-    "sum_dequantised",
-    "sum_in_rank_order",
-    "unpack_signs",
-]

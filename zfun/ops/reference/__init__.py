@@ -11,19 +11,3 @@ from zfun.ops.reference._norm import squares_in_bins
 from zfun.ops.reference._ravel import ravel_into, unravel
 from zfun.ops.reference._steps import lamb_apply, lamb_moments, scale_into, step
 from zfun.ops.reference._sums import sum_in_rank_order
-
-__all__ = [
-    "dequantise",
-    "lamb_apply",
-    "lamb_moments",
-    "pack_signs",
-    "quantise",
-    "ravel_into",
-    "scale_into",
-    "squares_in_bins",
-    "step",
-    "sum_dequantised",
-    "sum_in_rank_order",
-    "unpack_signs",
-    "unravel",
-]

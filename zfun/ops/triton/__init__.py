@@ -20,15 +20,3 @@ from zfun.ops.triton._codes import dequantise, pack_signs, quantise, sum_dequant
 from zfun.ops.triton._ravel import ravel_into
 from zfun.ops.triton._squares import squares_in_bins
 from zfun.ops.triton._steps import step
-
-__all__ = [
-    "dequantise",
-    "pack_signs",
-    "quantise",
-    "ravel_into",
-    "squares_in_bins",
-    "step",
-    "sum_dequantised",
-    "takes",
-    "unpack_signs",
-]

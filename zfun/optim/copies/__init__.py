@@ -2,5 +2,3 @@
 
 from zfun.optim.copies._ema import EmaState, averages_of, ema
 from zfun.optim.copies._master import MasterState, masters_of, with_master
-
-__all__ = ["EmaState", "MasterState", "averages_of", "ema", "masters_of", "with_master"]

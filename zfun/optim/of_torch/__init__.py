@@ -2,5 +2,3 @@
 
 from zfun.optim.of_torch._from_torch import from_torch
 from zfun.optim.of_torch._rule import TorchState
-
-__all__ = ["TorchState", "from_torch"]

@@ -30,8 +30,6 @@ from zfun.stores import Store
 from zfun.transforms.optimizer._cut import CutState, cut_state, last_of
 from zfun.transforms.optimizer._placing import layout_for
 
-__all__ = ["StateBuilder"]
-
 
 class StateBuilder:
     """Builds the state of an optimizer bucket by bucket; see [Note: state by bucket].

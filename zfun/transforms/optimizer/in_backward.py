@@ -20,8 +20,6 @@ from zfun.transforms.optimizer._cut import cut_state
 from zfun.transforms.optimizer._placing import can_fail
 from zfun.transforms.optimizer._stream import StreamedUpdate, streamed
 
-__all__ = ["UpdateHook", "begin"]
-
 
 @dataclass(slots=True)
 class UpdateHook:

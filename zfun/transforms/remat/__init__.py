@@ -34,5 +34,3 @@ Training Trillion Parameter Models" (2020), section 6.1. The policies follow ``j
 """
 
 from zfun.transforms.remat._remat import Remat, remat, warn_of_whole_loss
-
-__all__ = ["Remat", "remat", "warn_of_whole_loss"]

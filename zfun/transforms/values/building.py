@@ -28,8 +28,6 @@ from zfun.layout import FUSED_BYTES, Layout, LeafSlot
 from zfun.placement import Placement, S
 from zfun.sources import Deferred
 
-__all__ = ["Leaves", "Target", "build", "fill", "is_on_meta", "target"]
-
 _Out = TypeVar("_Out")
 
 

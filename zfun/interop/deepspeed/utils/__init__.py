@@ -18,7 +18,7 @@ from zfun.interop.deepspeed.accelerator import get_accelerator
 from zfun.interop.deepspeed.runtime import RepeatingLoader as RepeatingLoader
 from zfun.interop.deepspeed.utils import groups as groups
 from zfun.interop.deepspeed.utils import zero_to_fp32 as zero_to_fp32
-from zfun.interop.deepspeed.utils._params import (  # noqa: F401
+from zfun.interop.deepspeed.utils._params import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -32,7 +32,7 @@ from zfun.interop.deepspeed.utils._params import (  # noqa: F401
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zfun.interop.deepspeed.utils.z3_leaf_module import (  # noqa: F401
+from zfun.interop.deepspeed.utils.z3_leaf_module import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -10,8 +10,6 @@ from zfun.interop.ds_config.table._optim import OPTIM, TYPES
 from zfun.interop.ds_config.table._run import RUN
 from zfun.interop.ds_config.table._zero import ZERO
 
-__all__ = ["KEYS", "SECTIONS", "keys_of", "kind_of"]
-
 KEYS: tuple[Key, ...] = (*RUN, *ZERO, *OPTIM)
 
 # Every path that is the beginning of another path, "optimizer.params" for example.

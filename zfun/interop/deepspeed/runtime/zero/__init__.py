@@ -16,7 +16,7 @@ import torch
 
 from zfun.interop.deepspeed._absent import absent
 from zfun.interop.deepspeed.runtime.config import OffloadStateTypeEnum as OffloadStateTypeEnum
-from zfun.interop.deepspeed.runtime.zero.partition_parameters import (  # noqa: F401
+from zfun.interop.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,
