@@ -1,11 +1,9 @@
 """Compressed communication: codecs, collectives that use codecs, and error feedback."""
 
-from zfun.compression._buckets import gather_bucket as gather_bucket
-from zfun.compression._buckets import sum_bucket as sum_bucket
 from zfun.compression._codecs import CODEC as CODEC
 from zfun.compression._codecs import BlockCodec, Codec, Compression, int4, int8
 from zfun.compression._codecs import check_repeatable as check_repeatable
-from zfun.compression._collectives import start, start_over
+from zfun.compression._collectives import gather_bucket, start, start_over, sum_bucket
 from zfun.compression._differentiable import all_gather, all_reduce, reduce_scatter
 from zfun.compression._feedback import ErrorFeedback, error_feedback
 from zfun.compression._signs import answer_signs as answer_signs

@@ -2,7 +2,7 @@
 
 [Note: messages]
 A codec writes numbers as bytes before they are sent: ``int8`` and ``int4`` in
-blocks of small integers with a scale each (``zfun/ops/_blocks.py`` has the arithmetic). The bytes
+blocks of small integers with a scale each (``zfun/ops/_codes.py`` has the arithmetic). The bytes
 go through the same collectives as exact values, so every kind of group sends, counts and checks the
 bytes.
 
@@ -46,9 +46,13 @@ from zfun.collectives import (
     check_shardable,
     global_ranks,
     replica_group,
+    start_gather,
+    start_reduce_scatter_over,
+    start_scatter,
 )
 from zfun.compression._codecs import CODEC, Codec
 from zfun.errors import OptionError
+from zfun.layout import BucketSlot
 from zfun.options import FLOATING, takes
 
 
@@ -170,6 +174,61 @@ def start_over(call: Collective, x: Tensor, group: Group, codec: Codec) -> Work:
         return scattered
     again = Collective(AllReduce(), call.name, call.part, call.stream)
     return Work(lambda: start(again, scattered.wait(), replicas, codec).wait())
+
+
+def gather_bucket(
+    call: Collective,
+    piece: Tensor,
+    group: Group,
+    slot: BucketSlot,
+    codec: Codec | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Work:
+    """``S -> R``: start to gather a bucket from this rank's piece.
+
+    Args:
+        call: an all-gather.
+        piece: of this rank.
+        group: the ranks that share the bucket.
+        slot: the bucket.
+        codec: how floating numbers are sent; ``None`` for exactly.
+        dtype: of the result with a codec.
+        out: where an exact result of equal pieces may go.
+    """
+    send = None
+    if codec is not None and piece.is_floating_point():
+        send = lambda x: start(call, x, group, codec, dtype=dtype)
+    if slot.pieces:
+        return start_gather(group, call, piece, slot.pieces, send)
+    return group.start(call, piece, out) if send is None else send(piece)
+
+
+def sum_bucket(
+    call: Collective, x: Tensor, group: Group, slot: BucketSlot, codec: Codec | None = None
+) -> Work:
+    """``P -> S``: start to sum a bucket over the mesh of a group, in pieces over the group.
+
+    Args:
+        call: a reduce-scatter.
+        x: this rank's term.
+        group: over which the sum is cut.
+        slot: the bucket.
+        codec: how floating numbers are sent; ``None`` for exactly.
+    """
+    send = None
+    if codec is not None and x.is_floating_point():
+        send = lambda x: start_over(call, x, group, codec)
+    if slot.pieces:
+        return start_scatter(group, call, x, slot.pieces, send)
+    if send is not None:
+        return send(x)
+    if replica_group(group) is not None:
+        # Their sum takes the place of the first one.
+        return start_reduce_scatter_over(group, call, x)
+    make, numel = group.allocate, x.numel() // group.size
+    return group.start(call, x, None if make is None else make(numel, x.dtype, x.device))
 
 
 def _start_gather(

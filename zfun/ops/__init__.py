@@ -12,20 +12,25 @@ leaves and one buffer       ``_ravel``   ``_ravel``                    ``_ravel`
 the norm of a buffer        ``_norm``    ``_norm``                     ``_squares`` ``_squares``
 sums over ranks             ``_sums``    ``_sums``                     ``_sums``
 steps of optimizers         ``_steps``   ``_steps``, ``_rounding``     ``_steps``   ``_steps``
-signs                       ``_signs``   ``_codes``                    ``_codes``   ``_codes``
-few bits for a number       ``_blocks``  ``_codes``                    ``_codes``   ``_codes``
+few bits for a number       ``_codes``   ``_codes``                    ``_codes``   ``_codes``
 ==========================  ===========  ============================  ===========  ==========
 
 ``_table`` has the addresses of a bucket's leaves, ``_exact`` the constants that all exact norms
 share, ``_fingerprint`` a digest of a tensor, and ``_fake`` tensors with shapes and no numbers.
 """
 
-from zfun.ops._blocks import dequantise, message_bytes, quantise, sum_dequantised
+from zfun.ops._codes import (
+    dequantise,
+    message_bytes,
+    pack_signs,
+    quantise,
+    sum_dequantised,
+    unpack_signs,
+)
 from zfun.ops._fake import fake_mode
 from zfun.ops._fingerprint import fingerprint
 from zfun.ops._norm import squares_in_bins, total_of_bins, total_on_device
 from zfun.ops._ravel import ravel, ravel_into, unravel
-from zfun.ops._signs import pack_signs, unpack_signs
 from zfun.ops._steps import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, scale_into
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
