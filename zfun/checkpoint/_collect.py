@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 
 from zfun import ops, stores
-from zfun.checkpoint._parts import (
-    Part,
-    PartSlot,
-    PartSpan,
-    check_part,
-    is_plain,
-    owned_range,
-    share_of,
-    slots_of,
-    spans_of,
-    ties_of,
-)
+from zfun.checkpoint import _parts
 from zfun.checkpoint.format._manifest import check_key
 from zfun.checkpoint.format._plain import DTYPES, dtype_name, encode, real_dtype
 from zfun.collectives import Group, gather_json, gather_values, model_groups
@@ -33,7 +22,6 @@ from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.placement import P, R
 from zfun.sources import Deferred
-from zfun.stores import Ring, Stored, hosted
 
 # A tensor that all ranks hold is written by one of them, or in parts from this length on.
 _SPLIT_BYTES = 1 << 20
@@ -42,7 +30,7 @@ _SPLIT_BYTES = 1 << 20
 class Contents(NamedTuple):
     """The contents of a checkpoint on this rank; ``data``, ``loader`` and ``rng`` are encoded."""
 
-    parts: Sequence[Part]
+    parts: Sequence[_parts.Part]
     ties: dict[str, str]
     masters: dict[str, str]
     step: int
@@ -64,16 +52,16 @@ class WriteSource:
 
     value: Any
     dtype: torch.dtype
-    outputs: tuple[PartSpan, ...]
+    outputs: tuple[_parts.PartSpan, ...]
 
 
-def kept_parts(parts: Sequence[Part]) -> list[Part]:
+def kept_parts(parts: Sequence[_parts.Part]) -> list[_parts.Part]:
     """Return the parts to save, without second ties, and check their keys.
 
     Raises:
         CheckpointError: a part that no checkpoint can hold.
     """
-    ties = ties_of(parts)
+    ties = _parts.ties_of(parts)
     kept = [part for part in parts if part.path not in ties or isinstance(part.value, Flat)]
     _check_keys(kept)
     return kept
@@ -90,19 +78,19 @@ def collect(
         tensors so.
     """
     differing = shared.differing
-    slots: list[PartSlot] = []
-    own: list[PartSlot] = []
+    slots: list[_parts.PartSlot] = []
+    own: list[_parts.PartSlot] = []
     sources: list[WriteSource] = []
     values: dict[str, Any] = {}
     own_values: dict[str, Any] = {}
     for index, part in enumerate(contents.parts):
-        if is_plain(part.value):
+        if _parts.is_plain(part.value):
             # Ranks of a model axis know the missed steps of their own leaves.
             is_joined = is_spread and part.check is not None
             held = own_values if part.path in differing and not is_joined else values
             held[part.path] = encode(part.value, f"the state at {part.path!r}")
             continue
-        found = slots_of(part)
+        found = _parts.slots_of(part)
         if isinstance(part.value, Flat):
             for bucket, source in _sources_of(part, found, differing):
                 is_own = _is_own(part, bucket, differing)
@@ -117,7 +105,7 @@ def collect(
             low, high = 0, slot.numel * (shared.first.get(part.path, 0) == group.rank)
         else:
             low, high = (0, slot.numel) if is_own else _share(slot, index, group)
-        output = PartSpan(slot, low, low, high - low, is_own)
+        output = _parts.PartSpan(slot, low, low, high - low, is_own)
         outputs = (output,) if low < high else ()
         sources.append(WriteSource(part.value, real_dtype(slot.dtype), outputs))
     report: dict[str, Any] = {"own": list(map(_described, own)), "values": own_values}
@@ -137,15 +125,15 @@ def collect(
     return sorted((x for x in sources if x.outputs), key=lambda x: -x.dtype.itemsize), report
 
 
-def _described(slot: PartSlot) -> list[Any]:
+def _described(slot: _parts.PartSlot) -> list[Any]:
     return [slot.key, dtype_name(slot.dtype), list(slot.shape), list(slot.cuts)]
 
 
-def _is_own(part: Part, bucket: int, differing: set[str]) -> bool:
+def _is_own(part: _parts.Part, bucket: int, differing: set[str]) -> bool:
     return part.value.placement is P or _name_of(part, bucket) in differing
 
 
-def _name_of(part: Part, bucket: int) -> str:
+def _name_of(part: _parts.Part, bucket: int) -> str:
     """Name a bucket among the records; ranks with other parts of its leaves have other names."""
     layout, axes = part.value.layout, model_groups(part.value.group)
     spreads = (layout.leaves[leaf].spread for leaf in layout.buckets[bucket].leaves)
@@ -155,31 +143,31 @@ def _name_of(part: Part, bucket: int) -> str:
 
 
 def _sources_of(
-    part: Part, slots: Sequence[PartSlot], differing: set[str]
+    part: _parts.Part, slots: Sequence[_parts.PartSlot], differing: set[str]
 ) -> Iterator[tuple[int, WriteSource]]:
     flat = part.value
     for bucket, buffer in enumerate(flat.buffers):
         is_own = _is_own(part, bucket, differing)
         whole = (0, flat.layout.buckets[bucket].padded_numel)
-        within = whole if is_own else owned_range(flat, bucket)
-        found = spans_of(part, slots, bucket, within)
+        within = whole if is_own else _parts.owned_range(flat, bucket)
+        found = _parts.spans_of(part, slots, bucket, within)
         spans = (x for x in found if is_own or not x.slot.is_shared)
         outputs = tuple(span._replace(by_rank=is_own) for span in spans)
         yield bucket, WriteSource(buffer, buffer.dtype, outputs)
 
 
-def _share(slot: PartSlot, index: int, group: Group) -> tuple[int, int]:
+def _share(slot: _parts.PartSlot, index: int, group: Group) -> tuple[int, int]:
     if slot.numel * slot.dtype.itemsize >= _SPLIT_BYTES:
-        return share_of(0, slot.numel, group)
+        return _parts.share_of(0, slot.numel, group)
     return (0, slot.numel) if index % group.size == group.rank else (0, 0)
 
 
-def _check_keys(parts: Sequence[Part]) -> None:
+def _check_keys(parts: Sequence[_parts.Part]) -> None:
     seen: set[str] = set()
     for part in parts:
-        check_part(part)
-        slots: list[PartSlot] = [] if is_plain(part.value) else slots_of(part)
-        for key in [part.path] if is_plain(part.value) else [slot.key for slot in slots]:
+        _parts.check_part(part)
+        slots: list[_parts.PartSlot] = [] if _parts.is_plain(part.value) else _parts.slots_of(part)
+        for key in [part.path] if _parts.is_plain(part.value) else [slot.key for slot in slots]:
 
             def refuse(problem: str, key: str = key) -> None:
                 raise CheckpointError(f"{problem}; rename the leaf", leaf=str(key)[:80])
@@ -201,7 +189,7 @@ def _check_keys(parts: Sequence[Part]) -> None:
 
 
 def records_of(
-    parts: Sequence[Part], group: Group, by_rank: Callable[[str], bool]
+    parts: Sequence[_parts.Part], group: Group, by_rank: Callable[[str], bool]
 ) -> dict[str, str]:
     """Describe the values that may differ from rank to rank, by name.
 
@@ -211,7 +199,7 @@ def records_of(
     records: dict[str, str] = {}
     for part in parts if group.size > 1 else ():
         value = part.value
-        if is_plain(value):
+        if _parts.is_plain(value):
             records[part.path] = f"{type(value).__name__} {value!r}"
         elif not isinstance(value, Flat):
             records[part.path] = f"{value.dtype} {tuple(value.shape)} {_print_of(value)}"
@@ -280,9 +268,9 @@ def snapshot(sources: Sequence[WriteSource]) -> list[WriteSource]:
     A tensor on a disk is not copied, because no one overwrites it.
     """
     kept: list[WriteSource] = []
-    ring = Ring()
+    ring = stores.Ring()
     for source in sources:
-        if not (isinstance(source.value, Stored) and source.value.can_fail):
+        if not (isinstance(source.value, stores.Stored) and source.value.can_fail):
             flat = _elements(source.value)
             spans = [slice(x.start, x.start + x.numel) for x in source.outputs]
             copies = [ring.start(flat[span]) or flat[span].to("cpu", copy=True) for span in spans]
@@ -296,7 +284,7 @@ def snapshot(sources: Sequence[WriteSource]) -> list[WriteSource]:
 
 def bytes_of(sources: Sequence[WriteSource]) -> Iterator[np.ndarray]:
     """Yield the bytes of all ranges, one source in memory at a time."""
-    yield from map(_as_bytes, hosted(_ranges(sources)))
+    yield from map(_as_bytes, stores.hosted(_ranges(sources)))
 
 
 def _ranges(sources: Sequence[WriteSource]) -> Iterator[Tensor]:

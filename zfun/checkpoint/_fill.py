@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 
 from zfun import tree
+from zfun.checkpoint import _parts
 from zfun.checkpoint._match import Match
-from zfun.checkpoint._parts import (
-    Part,
-    PartSlot,
-    PartSpan,
-    is_plain,
-    map_parts,
-    parts_of,
-    slots_of,
-    spans_of,
-)
 from zfun.checkpoint.format._manifest import LeafEntry
 from zfun.checkpoint.format._order import StoredCut, from_stored, to_stored
 from zfun.checkpoint.format._payload import Payload, Want
@@ -43,7 +34,7 @@ def fill(like: tree.Tree, found: Match, payload: Payload) -> tuple[tree.Tree, Ex
     """
     filler = _Filler(found, payload)
     filler.read_ahead(like)
-    return map_parts(filler.part, like), filler.error
+    return _parts.map_parts(filler.part, like), filler.error
 
 
 @takes(
@@ -92,11 +83,11 @@ class _Filler:
     def read_ahead(self, like: tree.Tree) -> None:
         """Read all tensors in host memory at once, because a store is slow to begin an answer."""
         wants: list[Want] = []
-        for part in parts_of(like):
+        for part in _parts.parts_of(like):
             value = part.value
             if not isinstance(value, Tensor) or value.device.type != "cpu":
                 continue
-            (slot,) = slots_of(part)
+            (slot,) = _parts.slots_of(part)
             entry, dtype = self.found.leaves.get(slot.key), real_dtype(value.dtype)
             if entry is None or entry.element != dtype or entry.cuts or id(value) in self._ahead:
                 continue
@@ -113,10 +104,10 @@ class _Filler:
         except Exception as error:  # noqa: BLE001
             self.error = self.error or error
 
-    def part(self, part: Part) -> Any:
+    def part(self, part: _parts.Part) -> Any:
         """Return the new value of a part."""
         value = part.value
-        if is_plain(value):
+        if _parts.is_plain(value):
             return self.found.values.get(part.path, value)
         if isinstance(value, Flat):
             return self._flat(part)
@@ -125,8 +116,8 @@ class _Filler:
             self._made[id(value)] = self._tensor(part)
         return self._made[id(value)]
 
-    def _tensor(self, part: Part) -> Any:
-        (slot,) = slots_of(part)
+    def _tensor(self, part: _parts.Part) -> Any:
+        (slot,) = _parts.slots_of(part)
         if slot.key not in self.found.leaves:
             return part.value
         like = part.value
@@ -135,7 +126,7 @@ class _Filler:
         real = self._ahead.pop(id(like), None)
         if real is None:
             real = torch.zeros(slot.numel, dtype=real_dtype(like.dtype), device=device)
-            self._read(real, [PartSpan(slot, 0, 0, slot.numel)] if slot.numel else [])
+            self._read(real, [_parts.PartSpan(slot, 0, 0, slot.numel)] if slot.numel else [])
         shaped = (
             torch.view_as_complex(real.view(*slot.shape, 2))
             if slot.dtype.is_complex
@@ -145,21 +136,23 @@ class _Filler:
             shaped.requires_grad_(like.requires_grad)
         return self._put(like, shaped, slot.key)
 
-    def _flat(self, part: Part) -> Flat:
+    def _flat(self, part: _parts.Part) -> Flat:
         flat: Flat = part.value
-        slots = slots_of(part)
+        slots = _parts.slots_of(part)
         buffers = list(flat.buffers)
         # The old buffers are freed one by one, where they are not filled in place.
         fresh = flat.with_buffers(())
         flat.life.discard(f"load() at {call_site()}")
-        part = Part(part.path, fresh)
+        part = _parts.Part(part.path, fresh)
         if self._in_place(part, slots, buffers):
             return flat.with_buffers(buffers)
         for bucket in range(len(buffers)):
             buffers[bucket] = self._bucket(part, slots, bucket, buffers[bucket])
         return flat.with_buffers(buffers)
 
-    def _in_place(self, part: Part, slots: Sequence[PartSlot], buffers: Sequence[Any]) -> bool:
+    def _in_place(
+        self, part: _parts.Part, slots: Sequence[_parts.PartSlot], buffers: Sequence[Any]
+    ) -> bool:
         """Read all buckets at once, where no memory but the buffers is needed.
 
         So the disk does not wait between buckets.
@@ -179,7 +172,7 @@ class _Filler:
             await_readers(flat.group, buffers)
         wants: list[Want] = []
         for bucket, buffer in enumerate(buffers):
-            for span in spans_of(part, slots, bucket, flat.span(bucket)):
+            for span in _parts.spans_of(part, slots, bucket, flat.span(bucket)):
                 if span.slot.key in found:
                     target = buffer[span.start : span.start + span.numel]
                     wants += _wants(found[span.slot.key], span.first, target)
@@ -187,7 +180,9 @@ class _Filler:
             self.payload.read(wants)
         return True
 
-    def _bucket(self, part: Part, slots: Sequence[PartSlot], bucket: int, buffer: Any) -> Any:
+    def _bucket(
+        self, part: _parts.Part, slots: Sequence[_parts.PartSlot], bucket: int, buffer: Any
+    ) -> Any:
         """Fill one bucket; of a bucket without leaves of the checkpoint nothing changes."""
         flat: Flat = part.value
         mine = [slots[leaf].key for leaf in flat.layout.buckets[bucket].leaves]
@@ -202,7 +197,7 @@ class _Filler:
             new = self._memory_of(flat, bucket, buffer, keeps_some=keeps_some)
             if is_symmetric(flat.group):
                 await_readers(flat.group, [new])
-            self._read(new, list(spans_of(part, slots, bucket, flat.span(bucket))))
+            self._read(new, list(_parts.spans_of(part, slots, bucket, flat.span(bucket))))
         return self._put(buffer, new, flat.layout.label(bucket))
 
     def _memory_of(self, flat: Flat, bucket: int, buffer: Any, *, keeps_some: bool) -> Tensor:
@@ -215,7 +210,13 @@ class _Filler:
         return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
     def _gathered(
-        self, part: Part, slots: Sequence[PartSlot], bucket: int, buffer: Any, *, keeps_some: bool
+        self,
+        part: _parts.Part,
+        slots: Sequence[_parts.PartSlot],
+        bucket: int,
+        buffer: Any,
+        *,
+        keeps_some: bool,
     ) -> Tensor:
         """Read this rank's part of a replicated bucket, and gather the bucket."""
         flat: Flat = part.value
@@ -229,7 +230,7 @@ class _Filler:
             del held
         spans = [
             span._replace(start=span.start - low)
-            for span in spans_of(part, slots, bucket, (low, high))
+            for span in _parts.spans_of(part, slots, bucket, (low, high))
         ]
         self._read(piece, spans)
         layout = flat.layout.select([bucket])
@@ -252,12 +253,12 @@ class _Filler:
             return handle
         return like
 
-    def _read(self, memory: Tensor, spans: Sequence[PartSpan]) -> None:
+    def _read(self, memory: Tensor, spans: Sequence[_parts.PartSpan]) -> None:
         """Read ranges into a vector, and convert where the dtypes differ."""
         if self.error is not None:
             return
         wants: list[Want] = []
-        staged: list[tuple[PartSpan, Tensor]] = []
+        staged: list[tuple[_parts.PartSpan, Tensor]] = []
         is_plain_memory = memory.device.type == "cpu" and memory.is_contiguous()
         for span in spans:
             entry = self.found.leaves.get(span.slot.key)

@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from zfun.checkpoint._parts import (
-    Part,
-    PartSlot,
-    check_part,
-    is_plain,
-    masters_of,
-    slots_of,
-    ties_of,
-)
+from zfun.checkpoint import _parts
 from zfun.checkpoint.format._manifest import LeafEntry, Manifest
 from zfun.checkpoint.format._plain import decode, real_dtype
 from zfun.collectives import Group
@@ -61,7 +53,7 @@ def is_exact(old: torch.dtype, new: torch.dtype) -> bool:
 
 
 def match(
-    parts: Sequence[Part],
+    parts: Sequence[_parts.Part],
     manifest: Manifest,
     group: Group,
     *,
@@ -78,7 +70,7 @@ def match(
         AliasChanged: ties differ.
     """
     for part in parts:
-        check_part(part)
+        _parts.check_part(part)
     matcher = _Matcher(parts, manifest, group, cast, reset or (lambda key: False))
     for part in parts:
         matcher.add(part)
@@ -92,7 +84,7 @@ class _Matcher:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[_parts.Part],
         manifest: Manifest,
         group: Group,
         cast: bool,
@@ -103,27 +95,27 @@ class _Matcher:
         self.entries: dict[str, list[LeafEntry]] = {}
         for leaf in manifest.leaves:
             self.entries.setdefault(leaf.key, []).append(leaf)
-        self.ties = ties_of(parts)
-        self.masters = masters_of(parts)
+        self.ties = _parts.ties_of(parts)
+        self.masters = _parts.masters_of(parts)
         self.param_of = {master: key for key, master in self.masters.items()}
         self.wanted: set[str] = set()
         self.used: set[str] = set()
         self.missing: list[str] = []
         self.problems: list[tuple[str, str]] = []
 
-    def add(self, part: Part) -> None:
+    def add(self, part: _parts.Part) -> None:
         """Find what fills a part."""
-        if is_plain(part.value):
+        if _parts.is_plain(part.value):
             self._match_value(part, self.found.values)
             return
-        for slot in slots_of(part):
+        for slot in _parts.slots_of(part):
             entry = self._match_leaf(part, slot)
             if entry is not None:
                 self.found.leaves[slot.key] = entry
 
     # Values.
 
-    def _match_value(self, part: Part, values: dict[str, Any]) -> None:
+    def _match_value(self, part: _parts.Part, values: dict[str, Any]) -> None:
         own = self.manifest.rank_values
         mine = own[self.group.rank] if len(own) == self.group.size else {}
         known = {**self.manifest.values, **mine}
@@ -151,7 +143,7 @@ class _Matcher:
 
     # Leaves.
 
-    def _match_leaf(self, part: Part, slot: PartSlot) -> LeafEntry | None:
+    def _match_leaf(self, part: _parts.Part, slot: _parts.PartSlot) -> LeafEntry | None:
         key = slot.key
         here = self._resolved(key)
         self.wanted.add(key)
@@ -170,7 +162,7 @@ class _Matcher:
     def _resolved(self, key: str) -> str:
         return self.manifest.ties.get(key, key)
 
-    def _source(self, slot: PartSlot) -> tuple[str, bool] | None:
+    def _source(self, slot: _parts.PartSlot) -> tuple[str, bool] | None:
         """Return the key of the checkpoint that gives this leaf, if there is one.
 
         With the key comes whether the value may be rounded, because the exact value is kept
@@ -197,7 +189,7 @@ class _Matcher:
             return self._resolved(param), False
         return None
 
-    def _chosen(self, part: Part, slot: PartSlot, source: str) -> LeafEntry | None:
+    def _chosen(self, part: _parts.Part, slot: _parts.PartSlot, source: str) -> LeafEntry | None:
         """Return the leaf for this rank, which matters for values that are kept by rank."""
         found = self.entries[source]
         flat = part.value if isinstance(part.value, Flat) else None
@@ -220,7 +212,7 @@ class _Matcher:
             "load on as many, or let reset= keep the new value",
         )
 
-    def _fits(self, slot: PartSlot, entry: LeafEntry, may_round: bool) -> bool:
+    def _fits(self, slot: _parts.PartSlot, entry: LeafEntry, may_round: bool) -> bool:
         if entry.shape != slot.shape or entry.dtype.is_complex != slot.dtype.is_complex:
             self._problem(
                 slot.key,

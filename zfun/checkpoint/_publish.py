@@ -34,14 +34,7 @@ from zfun.checkpoint._directory import CLAIM, GIVEN_UP, TEMPORARY, locked, name_
 from zfun.checkpoint._parts import PartSpan
 from zfun.checkpoint._remove import give_up, prune, remove_stale
 from zfun.checkpoint._together import agree, attempt
-from zfun.checkpoint.format._manifest import (
-    MANIFEST,
-    FileEntry,
-    LeafEntry,
-    Manifest,
-    Piece,
-    format_manifest,
-)
+from zfun.checkpoint.format import _manifest
 from zfun.checkpoint.format._order import StoredCut
 from zfun.checkpoint.format._parse import parse_manifest
 from zfun.checkpoint.format._plain import DTYPES
@@ -161,10 +154,10 @@ class Job:
         """Write the manifest and rename the directory; rank 0 only."""
         manifest = _manifest_of(reports, self.hashing)
         self._check_visible(manifest)
-        text = format_manifest(manifest)
+        text = _manifest.format_manifest(manifest)
         # A manifest that cannot be read is a mistake to find now.
         parse_manifest(text)
-        name = f"{self.temporary}/{MANIFEST}"
+        name = f"{self.temporary}/{_manifest.MANIFEST}"
         with explaining(name, "the manifest"):
             self._tried = True
             try:
@@ -183,7 +176,7 @@ class Job:
                 self.files.remove(f"{self.final}/{CLAIM}")
         prune(self.path, self.keep, Path(self.final).name, self.files)
 
-    def _check_visible(self, manifest: Manifest) -> None:
+    def _check_visible(self, manifest: _manifest.Manifest) -> None:
         with explaining(self.temporary, "listing the files of all ranks"):
             try:
                 seen = self.files.names(self.temporary)
@@ -224,7 +217,7 @@ class Job:
                 if self.files.is_directory(self.temporary):
                     return False
                 return True if self.files.is_directory(self.final) else None
-            names = [f"{self.final}/{name}" for name in (CLAIM, MANIFEST)]
+            names = [f"{self.final}/{name}" for name in (CLAIM, _manifest.MANIFEST)]
             claim, manifest = self.files.sizes(names)
             if manifest is not None:
                 return None if manifest == len(GIVEN_UP) else True
@@ -244,23 +237,23 @@ def _named(output: PartSpan, dtype: torch.dtype) -> tuple[str, torch.dtype, tupl
     return name, dtype, slot.shape if is_whole and not slot.dtype.is_complex else (output.numel,)
 
 
-def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> Manifest:
+def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> _manifest.Manifest:
     """Join the reports of all ranks."""
-    files: list[FileEntry] = []
-    pieces: dict[tuple[str, int | None], list[Piece]] = {}
+    files: list[_manifest.FileEntry] = []
+    pieces: dict[tuple[str, int | None], list[_manifest.Piece]] = {}
     for rank, report in enumerate(reports):
         for key, at, first, numel, is_own in report["pieces"]:
             place = (key, rank if is_own else None)
-            pieces.setdefault(place, []).append(Piece(len(files), at, first, numel))
+            pieces.setdefault(place, []).append(_manifest.Piece(len(files), at, first, numel))
         if report["file"] is not None:
             name, num_bytes, data_start, chunks = report["file"]
-            files.append(FileEntry(name, num_bytes, data_start, tuple(chunks)))
+            files.append(_manifest.FileEntry(name, num_bytes, data_start, tuple(chunks)))
 
-    def entry(described: list[Any], rank: int | None = None) -> LeafEntry:
+    def entry(described: list[Any], rank: int | None = None) -> _manifest.LeafEntry:
         key, dtype, shape, cuts = described
         held = sorted(pieces.get((key, rank), ()), key=lambda piece: piece.first)
         orders = tuple(StoredCut(dim, size, tuple(parts)) for dim, size, parts in cuts)
-        return LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held), orders)
+        return _manifest.LeafEntry(key, DTYPES[dtype], tuple(shape), rank, tuple(held), orders)
 
     # Along a model axis ranks hold other leaves, and otherwise rank 0 tells what all ranks share.
     told = [report["shared"] for report in reversed(reports) if "shared" in report]
@@ -283,7 +276,7 @@ def _manifest_of(reports: Sequence[dict[str, Any]], hashing: Hashing) -> Manifes
     for own in zip(*(report["own"] for report in reports), strict=True):
         leaves += (entry(described, rank) for rank, described in enumerate(own))
     own_values = [report["values"] for report in reports]
-    return Manifest(
+    return _manifest.Manifest(
         ranks=len(reports),
         chunk_bytes=hashing.chunk_bytes,
         hash=hashing.name,

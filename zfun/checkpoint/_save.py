@@ -7,16 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zfun import ops, tree
+from zfun.checkpoint import _collect
 from zfun.checkpoint._background import Saved, in_background, settle
-from zfun.checkpoint._collect import (
-    Contents,
-    WriteSource,
-    collect,
-    compared,
-    kept_parts,
-    records_of,
-    snapshot,
-)
 from zfun.checkpoint._directory import FILES
 from zfun.checkpoint._parts import Part, group_of, is_over_model_axes, masters_of, parts_of, ties_of
 from zfun.checkpoint._publish import Job
@@ -126,9 +118,9 @@ def save(
     files = files_of(path, files, timeout_s)
     job = Job(str(path), everyone, files, keep, Hashing(chunk_bytes, checksum))
 
-    def look() -> tuple[Contents, dict[str, str]]:
+    def look() -> tuple[_collect.Contents, dict[str, str]]:
         contents = _contents_of(state, step, data, loader, rng)
-        return contents, records_of(contents.parts, everyone, by_rank or has_buffers)
+        return contents, _collect.records_of(contents.parts, everyone, by_rank or has_buffers)
 
     found, error = attempt(look)
     steps = agree(everyone, error, None if found is None else found[0].step)
@@ -137,15 +129,15 @@ def save(
     if len(set(steps)) > 1:
         raise OptionError(f"all ranks save one step; got the steps {steps}; pass the same step=")
     is_spread = is_over_model_axes(state)
-    shared = compared(records, everyone, is_spread=is_spread)
-    sources, report = collect(contents, shared, everyone, is_spread=is_spread)
+    shared = _collect.compared(records, everyone, is_spread=is_spread)
+    sources, report = _collect.collect(contents, shared, everyone, is_spread=is_spread)
     try:
         job.begin(contents.step)
         if not background:
             job.in_turn(sources, report)
             return Saved(job.final)
-        copies: list[WriteSource] = []
-        job.together(lambda: copies.extend(snapshot(sources)))
+        copies: list[_collect.WriteSource] = []
+        job.together(lambda: copies.extend(_collect.snapshot(sources)))
         return in_background(job, lambda: job.write(copies, report, gentle=True), timeout_s)
     except BaseException:
         job.release()
@@ -154,16 +146,16 @@ def save(
 
 def _contents_of(
     state: tree.Tree, step: int | None, data: Any, loader: Any, rng: Mapping[str, Any] | None
-) -> Contents:
+) -> _collect.Contents:
     found = parts_of(state)
-    parts = kept_parts(found)
+    parts = _collect.kept_parts(found)
     if step is None:
         step = getattr(state, "step", None)
     if type(step) is not int:
         raise OptionError(
             "a checkpoint has the number of a step; got a state without .step; pass step=..."
         )
-    return Contents(
+    return _collect.Contents(
         parts,
         ties_of(found),
         masters_of(parts),

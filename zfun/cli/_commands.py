@@ -7,14 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zfun.cli._parsing import (
-    add_command,
-    add_count,
-    add_folder,
-    mesh_sizes,
-    positive,
-    size,
-)
+from zfun.cli import _parsing
 from zfun.errors import ZfunError
 
 _DEMO = """\
@@ -60,32 +53,32 @@ exit status: 0 if the configuration loads, 1 if it has mistakes, 2 if the file c
 def add_to(commands: Any) -> None:
     """Add the commands to a parser."""
     words = "train a small GPT under every composition and compare the results"
-    demo = add_command(commands, "demo", _demo, words, _DEMO, epilog=_DEMO_EXIT)
-    add_count(demo, "--ranks", 2, "local processes to train on")
-    add_count(demo, "--steps", 60, "training steps of each composition")
+    demo = _parsing.add_command(commands, "demo", _demo, words, _DEMO, epilog=_DEMO_EXIT)
+    _parsing.add_count(demo, "--ranks", 2, "local processes to train on")
+    _parsing.add_count(demo, "--steps", 60, "training steps of each composition")
     words = "size of the model, a preset of examples/gpt.py (default: %(default)s)"
     demo.add_argument("--preset", default="demo", help=words)
-    add_folder(demo, "zfun-demo")
+    _parsing.add_folder(demo, "zfun-demo")
 
     words = "measure which settings of stores.nvme() are fastest on a disk"
     path = "a directory on the disk"
-    bench = add_command(commands, "io-bench", _io_bench, words, _IO_BENCH, path=path)
-    add_count(bench, "--mib", 1024, "MiB that each measurement writes and reads")
-    add_count(bench, "--rounds", 3, "measurements of each setting")
-    add_folder(bench, "zfun-io")
+    bench = _parsing.add_command(commands, "io-bench", _io_bench, words, _IO_BENCH, path=path)
+    _parsing.add_count(bench, "--mib", 1024, "MiB that each measurement writes and reads")
+    _parsing.add_count(bench, "--rounds", 3, "measurements of each setting")
+    _parsing.add_folder(bench, "zfun-io")
 
     words = "plan a step of a model of Hugging Face: memory, messages, times"
-    plan = add_command(commands, "plan", _plan, words, _PLAN, epilog=_PLAN_EXIT)
+    plan = _parsing.add_command(commands, "plan", _plan, words, _PLAN, epilog=_PLAN_EXIT)
     plan.add_argument("--hf", type=Path, required=True, metavar="FILE", help="the config.json")
-    plan.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks")
-    add_count(plan, "--rows", 1, "sequences in the batch of a rank")
-    add_count(plan, "--length", 1024, "tokens in a sequence")
+    plan.add_argument("--ranks", type=_parsing.positive, required=True, metavar="N", help="ranks")
+    _parsing.add_count(plan, "--rows", 1, "sequences in the batch of a rank")
+    _parsing.add_count(plan, "--length", 1024, "tokens in a sequence")
     words = "plan one composition over the axes of a mesh, such as pp=8,dp=16,tp=8: the last varies"
     words += " fastest; of pp, dp, sp and tp, of which one may be -1; auto plans every mesh, with"
     words += " ROWS sequences of each rank, and takes the fastest that fits"
-    plan.add_argument("--mesh", type=mesh_sizes, metavar="SIZES", help=words)
+    plan.add_argument("--mesh", type=_parsing.mesh_sizes, metavar="SIZES", help=words)
     words = "with --mesh: micro-batches of a step (default: one for each row in a pipeline, else 1)"
-    plan.add_argument("--micro-batches", type=positive, metavar="N", help=words)
+    plan.add_argument("--micro-batches", type=_parsing.positive, metavar="N", help=words)
     words = "with --mesh: the stage of ZeRO (default: 1)"
     plan.add_argument("--stage", type=int, choices=range(4), help=words)
     words = "with --mesh: recompute layers in backward"
@@ -96,25 +89,31 @@ def add_to(commands: Any) -> None:
         default="bf16",
         help="bf16 for mixed precision (default: %(default)s)",
     )
-    plan.add_argument("--device-memory", type=size, metavar="SIZE", help="of a rank, such as 80GB")
-    plan.add_argument("--host-memory", type=size, metavar="SIZE", help="of a rank, such as 200GB")
+    plan.add_argument(
+        "--device-memory", type=_parsing.size, metavar="SIZE", help="of a rank, such as 80GB"
+    )
+    plan.add_argument(
+        "--host-memory", type=_parsing.size, metavar="SIZE", help="of a rank, such as 200GB"
+    )
     plan.add_argument(
         "--hardware", type=Path, metavar="FILE", help="a file of zfun hw-bench, for times"
     )
-    add_folder(plan, "zfun-plan")
+    _parsing.add_folder(plan, "zfun-plan")
 
     words = "measure the rates of this machine, for times of plans"
-    bench = add_command(commands, "hw-bench", _hw_bench, words, _HW_BENCH, path=path)
-    add_count(bench, "--ranks", 2, "local processes that exchange messages")
-    add_count(bench, "--mib", 256, "MiB of the largest buffer")
+    bench = _parsing.add_command(commands, "hw-bench", _hw_bench, words, _HW_BENCH, path=path)
+    _parsing.add_count(bench, "--ranks", 2, "local processes that exchange messages")
+    _parsing.add_count(bench, "--mib", 256, "MiB of the largest buffer")
     words, file = "the file (default: %(default)s)", Path("hardware.json")
     bench.add_argument("--out", type=Path, default=file, metavar="FILE", help=words)
 
     words = "remove the files that crashed processes left on a disk"
-    add_command(commands, "clean", _clean, words, _CLEAN, path="the path given to stores.nvme()")
+    _parsing.add_command(
+        commands, "clean", _clean, words, _CLEAN, path="the path given to stores.nvme()"
+    )
 
     words = "show what becomes of each key of a DeepSpeed configuration"
-    explain = add_command(
+    explain = _parsing.add_command(
         commands,
         "explain-config",
         _explain_config,

@@ -41,20 +41,8 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
+from zfun.collectives import _ops
 from zfun.collectives._group import Aside, Group, Wrapper, own_part
-from zfun.collectives._ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Op,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    Stream,
-    UnequalAllToAll,
-)
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
 
@@ -83,8 +71,8 @@ class Axis(Wrapper):
         self._order = order
         self.home = None
 
-    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
-        if call.stream is not Stream.CONTROL and not self._order.queues[call.stream]:
+    def start(self, call: _ops.Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        if call.stream is not _ops.Stream.CONTROL and not self._order.queues[call.stream]:
             return self.wrapped.start(call, x, out)
 
         def only() -> Hops:
@@ -105,28 +93,28 @@ class Hop(NamedTuple):
     """A collective of one axis, as a part of one over several."""
 
     axis: Axis
-    op: Op
+    op: _ops.Op
 
 
-def hops_of(op: Op, axes: Sequence[Axis], nbytes: int) -> list[Hop]:
+def hops_of(op: _ops.Op, axes: Sequence[Axis], nbytes: int) -> list[Hop]:
     """Return the hops of this rank for an input of ``nbytes``; ``axes`` are innermost first."""
-    if isinstance(op, Broadcast | Reduce):
+    if isinstance(op, _ops.Broadcast | _ops.Reduce):
         return _rooted(op, axes)
-    if isinstance(op, UnequalAllToAll):
+    if isinstance(op, _ops.UnequalAllToAll):
         raise OptionError(
             f"an all_to_all of unequal parts goes along one axis; got {len(axes)} axes; pass one, "
             "such as mesh['ep']"
         )
     hops = [Hop(axis, op) for axis in axes if axis.size > 1]
-    if isinstance(op, AllReduce) and nbytes > _SHORT_BYTES and hops:
+    if isinstance(op, _ops.AllReduce) and nbytes > _SHORT_BYTES and hops:
         *parts, last = hops
-        there = [Hop(axis, ReduceScatter()) for axis, _ in parts]
-        back = [Hop(axis, AllGather()) for axis, _ in reversed(parts)]
+        there = [Hop(axis, _ops.ReduceScatter()) for axis, _ in parts]
+        back = [Hop(axis, _ops.AllGather()) for axis, _ in reversed(parts)]
         return [*there, last, *back]
-    return hops[::-1] if isinstance(op, AllGather) else hops
+    return hops[::-1] if isinstance(op, _ops.AllGather) else hops
 
 
-def _rooted(op: Broadcast | Reduce, axes: Sequence[Axis]) -> list[Hop]:
+def _rooted(op: _ops.Broadcast | _ops.Reduce, axes: Sequence[Axis]) -> list[Hop]:
     """Return hops to or from a root: the outer ones are for ranks with the root's inner place."""
     places: list[int] = []
     left = op.root
@@ -139,11 +127,16 @@ def _rooted(op: Broadcast | Reduce, axes: Sequence[Axis]) -> list[Hop]:
             hops.append(Hop(axis, type(op)(place)))
         if axis.rank != place:
             break
-    return hops[::-1] if isinstance(op, Broadcast) else hops
+    return hops[::-1] if isinstance(op, _ops.Broadcast) else hops
 
 
 def chained(
-    call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor | None, *, owned: bool = False
+    call: _ops.Collective,
+    hops: Sequence[Hop],
+    x: Tensor,
+    out: Tensor | None,
+    *,
+    owned: bool = False,
 ) -> Hops:
     """Yield hops, each over the result of the last one.
 
@@ -151,14 +144,14 @@ def chained(
     """
     for index, (axis, op) in enumerate(hops):
         later = hops[index + 1 :]
-        target = x if owned and isinstance(op, AllReduce) else None
-        if out is not None and (not later or isinstance(call.op, AllGather)):
+        target = x if owned and isinstance(op, _ops.AllReduce) else None
+        if out is not None and (not later or isinstance(call.op, _ops.AllGather)):
             target = _slot(out, later)
         # A permutation is one hop.
-        is_shown = not isinstance(op, Permute)
-        hop = Collective(op, call.name, call.part, call.stream, zero_copy=is_shown)
+        is_shown = not isinstance(op, _ops.Permute)
+        hop = _ops.Collective(op, call.name, call.part, call.stream, zero_copy=is_shown)
         x = yield axis.wrapped.start(hop, x, target)
-        owned = isinstance(op, ReduceScatter)
+        owned = isinstance(op, _ops.ReduceScatter)
     return x
 
 
@@ -170,10 +163,15 @@ def _slot(out: Tensor, later: Sequence[Hop]) -> Tensor:
 
 
 def summed(
-    call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor | None, *, owned: bool = False
+    call: _ops.Collective,
+    hops: Sequence[Hop],
+    x: Tensor,
+    out: Tensor | None,
+    *,
+    owned: bool = False,
 ) -> Hops:
     """Yield the hops of an all-reduce, as :func:`chained` does."""
-    size = math.prod(hop.axis.size for hop in hops if isinstance(hop.op, ReduceScatter))
+    size = math.prod(hop.axis.size for hop in hops if isinstance(hop.op, _ops.ReduceScatter))
     numel = x.numel()
     if size == 1 or (out is not None and numel % size == 0):
         return (yield from chained(call, hops, x, out, owned=owned))
@@ -184,23 +182,23 @@ def summed(
     return (x.new_empty(numel) if out is None else out).copy_(total[:numel])
 
 
-def _exchanged(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
+def _exchanged(call: _ops.Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
     """Yield the hops of an all-to-all: each exchanges one dim of the ranks' coordinates."""
     sizes = [hop.axis.size for hop in hops]
     chunks = x.unflatten(0, (*sizes, x.numel() // math.prod(sizes)))
     for dim, (axis, op) in enumerate(hops):
         rows = chunks.movedim(dim, 0)
-        hop = Collective(op, call.name, call.part, call.stream, zero_copy=True)
+        hop = _ops.Collective(op, call.name, call.part, call.stream, zero_copy=True)
         received = yield axis.wrapped.start(hop, rows.reshape(-1), None)
         chunks = received.view(rows.shape).movedim(0, dim)
     return out.copy_(chunks.reshape(-1))
 
 
-def started(call: Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
+def started(call: _ops.Collective, hops: Sequence[Hop], x: Tensor, out: Tensor) -> Hops:
     """Yield the hops of a collective of several axes."""
-    if isinstance(call.op, AllToAll):
+    if isinstance(call.op, _ops.AllToAll):
         return _exchanged(call, hops, x, out)
-    return (summed if isinstance(call.op, AllReduce) else chained)(call, hops, x, out)
+    return (summed if isinstance(call.op, _ops.AllReduce) else chained)(call, hops, x, out)
 
 
 @final
@@ -213,11 +211,11 @@ class Order:
 
     def __init__(self, aside: Aside | None = None) -> None:
         self._aside = aside
-        self.queues: dict[Stream, collections.deque[_Running]] = {
-            stream: collections.deque() for stream in Stream
+        self.queues: dict[_ops.Stream, collections.deque[_Running]] = {
+            stream: collections.deque() for stream in _ops.Stream
         }
 
-    def launch(self, stream: Stream, axes: Sequence[Axis], hops: Hops, x: Tensor) -> Work:
+    def launch(self, stream: _ops.Stream, axes: Sequence[Axis], hops: Hops, x: Tensor) -> Work:
         """Start the hops of a collective of ``x``; ``axes`` are those of the hops."""
         queue = self.queues[stream]
         if any(axes[0] in before.later for before in queue):
@@ -225,8 +223,8 @@ class Order:
         if self._aside is not None and len(axes) > 1 and not any(each.later for each in queue):
             aside = functools.partial(self._aside, stream, x.device)
             if (context := aside()) is not None:
-                if stream is Stream.CONTROL:
-                    self.bring_forward(Stream.PARAMS)
+                if stream is _ops.Stream.CONTROL:
+                    self.bring_forward(_ops.Stream.PARAMS)
                 with context:
                     # The memory of the input belongs to the caller's queue, which has not waited.
                     running = _Running(axes[1:], hops, kept=x)
@@ -236,14 +234,14 @@ class Order:
         queue.append(running)
 
         def finish() -> Tensor:
-            if stream is Stream.CONTROL:
-                self.bring_forward(Stream.PARAMS)
+            if stream is _ops.Stream.CONTROL:
+                self.bring_forward(_ops.Stream.PARAMS)
             self.bring_forward(stream, running)
             return running.finish()
 
         return Work(finish)
 
-    def bring_forward(self, stream: Stream, last: _Running | None = None) -> None:
+    def bring_forward(self, stream: _ops.Stream, last: _Running | None = None) -> None:
         """Start the hops that are left, of all collectives or up to one."""
         queue = self.queues[stream]
         while queue if last is None else last in queue:

@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
+from zfun.collectives import _ops
 from zfun.collectives._axes import Axis, Hop, Hops, Order, chained, hops_of, started, summed
 from zfun.collectives._group import (
     Group,
@@ -24,14 +25,6 @@ from zfun.collectives._group import (
     is_checked,
     is_symmetric,
     queue_aside,
-)
-from zfun.collectives._ops import (
-    AllReduce,
-    Collective,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    check_collective,
 )
 from zfun.collectives._work import Work
 from zfun.errors import OptionError
@@ -254,12 +247,12 @@ class Mesh(Group):
         """Whether ranks of an axis read each other's memory."""
         return any(map(is_symmetric, self.axes))
 
-    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
-        check_collective(call, x, out, self.size)
+    def start(self, call: _ops.Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        _ops.check_collective(call, x, out, self.size)
         x = x.detach()
         result = x.new_empty(call.op.output_numel(x.numel(), self.size)) if out is None else out
         into = result.detach()
-        if isinstance(call.op, Permute):
+        if isinstance(call.op, _ops.Permute):
             hops = [self._permutation(call.op)]
         else:
             hops = hops_of(call.op, self.axes, x.numel() * x.dtype.itemsize)
@@ -275,11 +268,11 @@ class Mesh(Group):
 
         return Work(wait)
 
-    def launch(self, call: Collective, hops: Sequence[Hop], steps: Hops, x: Tensor) -> Work:
+    def launch(self, call: _ops.Collective, hops: Sequence[Hop], steps: Hops, x: Tensor) -> Work:
         """Start a collective of ``x`` by some hops."""
         return self.home.order.launch(call.stream, [hop.axis for hop in hops], steps, x)
 
-    def _permutation(self, op: Permute) -> Hop:
+    def _permutation(self, op: _ops.Permute) -> Hop:
         """Return a permutation as one of the whole group."""
         whole = self.home.whole
         if whole is None or whole.size != self.size:
@@ -290,7 +283,7 @@ class Mesh(Group):
         places = self.home.places(self.names)
         flat = dict(zip(places, (places[rank] for rank in op.destinations), strict=True))
         destinations = tuple(flat[place] for place in range(self.size))
-        return Hop(Axis(whole, "", places, self.home.order), Permute(destinations))
+        return Hop(Axis(whole, "", places, self.home.order), _ops.Permute(destinations))
 
     def close(self) -> None:
         for axis in self.axes:
@@ -327,22 +320,22 @@ class Hybrid(Wrapper):
         """Whether ranks along any of the axes read each other's memory."""
         return is_symmetric(self.sums)
 
-    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
+    def start(self, call: _ops.Collective, x: Tensor, out: Tensor | None = None) -> Work:
         return self.wrapped.start(call, x, out)
 
-    def start_sum(self, call: Collective, x: Tensor) -> Work:
+    def start_sum(self, call: _ops.Collective, x: Tensor) -> Work:
         """Start a sum over all axes that ends on these ones: a reduce-scatter or a reduce."""
-        check_collective(call, x, None, self.size)
+        _ops.check_collective(call, x, None, self.size)
         x = x.detach()
         first = hops_of(call.op, self.axes, 0)
-        is_held = not isinstance(call.op, Reduce) or call.op.root == self.rank
+        is_held = not isinstance(call.op, _ops.Reduce) or call.op.root == self.rank
         across = self.replicas.axes if is_held and self.replicas is not None else []
-        then = hops_of(AllReduce(), across, sys.maxsize)
+        then = hops_of(_ops.AllReduce(), across, sys.maxsize)
 
         def steps() -> Hops:
             piece = yield from chained(call, first, x, None)
             # A received piece belongs to this rank, so the sum may overwrite it.
-            owned = bool(first) and isinstance(call.op, ReduceScatter)
+            owned = bool(first) and isinstance(call.op, _ops.ReduceScatter)
             total = yield from summed(call, then, piece, None, owned=owned)
             return total.clone() if total is x else total
 

@@ -27,15 +27,8 @@ import torch
 from torch import Tensor
 
 from zfun import ops, tree
+from zfun.collectives import _ops
 from zfun.collectives._group import Group
-from zfun.collectives._ops import (
-    AllGather,
-    AllToAll,
-    Collective,
-    Op,
-    ReduceScatter,
-    UnequalAllToAll,
-)
 from zfun.collectives._work import Work
 from zfun.errors import LeafError, OptionError, PlacementError
 
@@ -59,7 +52,7 @@ class _RowsCall(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        rows: Tensor, group: Group, call: Collective, started: _UnderWay | None
+        rows: Tensor, group: Group, call: _ops.Collective, started: _UnderWay | None
     ) -> Tensor:
         out = rows.new_empty((group.size if call.op.splits_output else 1, rows.shape[1]))
         pending = group.start(call, rows.contiguous().view(-1), out.view(-1))
@@ -76,8 +69,8 @@ class _RowsCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        call: Collective = ctx.call
-        dual = Collective(call.op.dual, call.name, call.part)
+        call: _ops.Collective = ctx.call
+        dual = _ops.Collective(call.op.dual, call.name, call.part)
         return _apply(grad, ctx.group, dual, None), None, None, None
 
     @staticmethod
@@ -92,7 +85,7 @@ class _RowsCall(torch.autograd.Function):
         in_dims: tuple[int, None, None, None],
         rows: Tensor,
         group: Group,
-        call: Collective,
+        call: _ops.Collective,
         started: _UnderWay | None,
     ) -> tuple[Tensor, int]:
         batched = rows.movedim(in_dims[0], 1)
@@ -101,7 +94,7 @@ class _RowsCall(torch.autograd.Function):
 
 
 @ops.uncompiled
-def _apply(rows: Tensor, group: Group, call: Collective, started: _UnderWay | None) -> Tensor:
+def _apply(rows: Tensor, group: Group, call: _ops.Collective, started: _UnderWay | None) -> Tensor:
     return _RowsCall.apply(rows, group, call, started)  # type: ignore[no-any-return]
 
 
@@ -114,9 +107,9 @@ class _ExchangeRows(torch.autograd.Function):
     ) -> Tensor:
         width = math.prod(x.shape[1:])
         elements = tuple(tuple(count * width for count in row) for row in counts)
-        op = UnequalAllToAll(elements, group.rank)
+        op = _ops.UnequalAllToAll(elements, group.rank)
         out = x.new_empty((sum(row[group.rank] for row in counts), *x.shape[1:]))
-        call = Collective(op, name, part)
+        call = _ops.Collective(op, name, part)
         group.start(call, x.contiguous().view(-1), out.view(-1)).wait()
         return out
 
@@ -191,11 +184,11 @@ class _RowsPlan(NamedTuple):
     """A collective of shaped tensors as one of rows; ``restore`` gives the result its shape."""
 
     rows: Tensor
-    op: Op
+    op: _ops.Op
     restore: Callable[[Tensor], Tensor]
 
     def run(self, group: Group, name: str, part: str) -> Tensor:
-        return self.restore(_apply(self.rows, group, Collective(self.op, name, part), None))
+        return self.restore(_apply(self.rows, group, _ops.Collective(self.op, name, part), None))
 
     def start(self, group: Group, name: str, part: str) -> Work:
         """Start the collective.
@@ -203,7 +196,7 @@ class _RowsPlan(NamedTuple):
         The output is part of the graph at once, and holds values after the wait.
         """
         started = _UnderWay()
-        out = _apply(self.rows, group, Collective(self.op, name, part), started)
+        out = _apply(self.rows, group, _ops.Collective(self.op, name, part), started)
 
         def finish() -> Tensor:
             assert started.pending is not None
@@ -285,7 +278,7 @@ def _over_leaves(x: Any, plan_of: Callable[[Tensor], _RowsPlan]) -> Runs:
     return _Bundle(plans, labels, restore)
 
 
-def alike(x: Any, op: Op) -> Runs:
+def alike(x: Any, op: _ops.Op) -> Runs:
     """Plan a collective whose result has the shape of the input."""
 
     def plan(leaf: Tensor) -> _RowsPlan:
@@ -303,7 +296,7 @@ def gathered(x: Any, group: Group, dim: int) -> Runs:
         def restore(rows: Tensor) -> Tensor:
             return rows.reshape(group.size * shard.shape[0], *shard.shape[1:]).movedim(0, dim)
 
-        return _RowsPlan(shard.reshape(1, shard.numel()), AllGather(), restore)
+        return _RowsPlan(shard.reshape(1, shard.numel()), _ops.AllGather(), restore)
 
     return _over_leaves(x, plan)
 
@@ -319,7 +312,7 @@ def scattered(x: Any, group: Group, dim: int) -> Runs:
             return piece.reshape(length, *whole.shape[1:]).movedim(0, dim)
 
         return _RowsPlan(
-            whole.reshape(group.size, whole.numel() // group.size), ReduceScatter(), restore
+            whole.reshape(group.size, whole.numel() // group.size), _ops.ReduceScatter(), restore
         )
 
     return _over_leaves(x, plan)
@@ -337,7 +330,7 @@ def exchanged(x: Any, group: Group, split_dim: int, concat_dim: int) -> Runs:
             return rows.view(pieces.shape).movedim(0, concat).flatten(concat, concat + 1)
 
         return _RowsPlan(
-            pieces.reshape(group.size, leaf.numel() // group.size), AllToAll(), restore
+            pieces.reshape(group.size, leaf.numel() // group.size), _ops.AllToAll(), restore
         )
 
     return _over_leaves(x, plan)

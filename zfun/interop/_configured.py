@@ -14,12 +14,10 @@ from zfun import optim
 from zfun.collectives import Group
 from zfun.errors import NotElementwiseError, OptionError
 from zfun.interop import ds_config
-from zfun.interop.ds_config import Recipe, rule_for
 from zfun.interop.ds_config._optimizers import own_rates
 from zfun.interop.ds_config._recipe import options_of
-from zfun.optim import Optimizer
 
-Rule: TypeAlias = tuple[Callable[..., Optimizer], dict[str, Any]]
+Rule: TypeAlias = tuple[Callable[..., optim.Optimizer], dict[str, Any]]
 """A function that makes an optimizer, and the options."""
 
 # By class of torch: our function, torch's names of the options, and options that we do not have.
@@ -53,7 +51,7 @@ class ConfiguredOptimizer(torch.optim.Optimizer):
         )
 
 
-def zero_options(recipe: Recipe, group: Group) -> dict[str, Any]:
+def zero_options(recipe: ds_config.Recipe, group: Group) -> dict[str, Any]:
     """Return the options of ``zf.zero`` that a configuration makes for an engine.
 
     Raises:
@@ -142,17 +140,17 @@ def _muon_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
     return _muon, {name: _number(value) for name, value in own.items()}
 
 
-def _muon(**options: Any) -> Optimizer:
+def _muon(**options: Any) -> optim.Optimizer:
     """Make Muon beside Adam, whose own rates follow ``lr`` from its base."""
     lr, base, betas = options["lr"], options.pop("base_lr"), (options.pop("b1"), options.pop("b2"))
     for name in ("muon_lr", "adam_lr"):
         own = options[name]
         if lr != base and (base or own == base):
             options[name] = lr if own == base else own / base * lr
-    return rule_for(ds_config.Rule("Muon", {**options, "betas": betas}))
+    return ds_config.rule_for(ds_config.Rule("Muon", {**options, "betas": betas}))
 
 
 @functools.lru_cache(maxsize=256)
-def _made(kind: str, options: tuple[tuple[str, Any], ...]) -> Optimizer:
+def _made(kind: str, options: tuple[tuple[str, Any], ...]) -> optim.Optimizer:
     """Make an optimizer once for these options, because each option is checked."""
-    return rule_for(ds_config.Rule(kind, dict(options)))
+    return ds_config.rule_for(ds_config.Rule(kind, dict(options)))

@@ -11,61 +11,44 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from zfun.errors import OptionError
-from zfun.options._kinds import (
-    ANY,
-    BOOL,
-    DECAY,
-    DTYPE,
-    FUNCTION,
-    GROUP,
-    NAMES,
-    OF_LEAVES,
-    RATE,
-    SECOND_DECAY,
-    STORE,
-    TENSOR,
-    TEXT,
-    Kind,
-    integer,
-    number,
-    shown,
-)
+from zfun.options import _kinds
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
 # The kinds of arguments that mean the same everywhere, by name.
-_BY_NAME: Mapping[str, Kind] = {
-    "b1": DECAY,
-    "b2": SECOND_DECAY,
-    "bucket_bytes": integer(1),
-    "eps": number(0, example="1e-8"),
-    "learning_rate": RATE,
-    "num_micro_batches": integer(1),
-    "num_steps": integer(1),
-    "num_warmup": integer(0),
-    "optimizer": ANY,  # as_optimizer() has the better message
-    "order": NAMES | None,
-    "trainable": OF_LEAVES | None,
-    "weight_decay": number(0),
+_BY_NAME: Mapping[str, _kinds.Kind] = {
+    "b1": _kinds.DECAY,
+    "b2": _kinds.SECOND_DECAY,
+    "bucket_bytes": _kinds.integer(1),
+    "eps": _kinds.number(0, example="1e-8"),
+    "learning_rate": _kinds.RATE,
+    "num_micro_batches": _kinds.integer(1),
+    "num_steps": _kinds.integer(1),
+    "num_warmup": _kinds.integer(0),
+    "optimizer": _kinds.ANY,  # as_optimizer() has the better message
+    "order": _kinds.NAMES | None,
+    "trainable": _kinds.OF_LEAVES | None,
+    "weight_decay": _kinds.number(0),
 }
 # And by annotation. A tree may be any value.
-_BY_ANNOTATION: Mapping[str, Kind] = {
-    "Any": ANY,
-    "Callable": FUNCTION,
-    "Group": GROUP,
-    "Store": STORE,
-    "Tensor": TENSOR,
-    "Tree": ANY,
-    "bool": BOOL,
-    "float": number(),
-    "int": integer(),
-    "str": TEXT,
-    "torch.dtype": DTYPE,
-    "tree.Tree": ANY,
+_BY_ANNOTATION: Mapping[str, _kinds.Kind] = {
+    "Any": _kinds.ANY,
+    "Callable": _kinds.FUNCTION,
+    "Group": _kinds.GROUP,
+    "Store": _kinds.STORE,
+    "Tensor": _kinds.TENSOR,
+    "Tree": _kinds.ANY,
+    "bool": _kinds.BOOL,
+    "collectives.Group": _kinds.GROUP,
+    "float": _kinds.number(),
+    "int": _kinds.integer(),
+    "str": _kinds.TEXT,
+    "torch.dtype": _kinds.DTYPE,
+    "tree.Tree": _kinds.ANY,
 }
 
 
-def _usual(name: str, annotation: Any) -> Kind | None:
+def _usual(name: str, annotation: Any) -> _kinds.Kind | None:
     """Return the kind of an argument by its name, or else by its annotation."""
     if name in _BY_NAME:
         return _BY_NAME[name]
@@ -74,12 +57,12 @@ def _usual(name: str, annotation: Any) -> Kind | None:
         pass
     words = text.split(" | ")
     kinds = [_BY_ANNOTATION.get(word) for word in words if word != "None"]
-    if ANY in kinds:
-        return ANY
+    if _kinds.ANY in kinds:
+        return _kinds.ANY
     known = [kind for kind in kinds if kind is not None]
     if not known or len(known) < len(kinds):
         return None
-    kind: Kind = functools.reduce(operator.or_, known)
+    kind: _kinds.Kind = functools.reduce(operator.or_, known)
     return kind | None if "None" in words else kind
 
 
@@ -119,7 +102,7 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
+def takes(**kinds: _kinds.Kind) -> Callable[[_Target], _Target]:
     """Check the arguments of a function, or of the constructor of a class, before each call.
 
     Args:
@@ -163,7 +146,7 @@ def takes(**kinds: Kind) -> Callable[[_Target], _Target]:
         ]
         rest = [name for name, one in parameters.items() if one.kind is one.VAR_POSITIONAL]
         # A constructor gets the new object first.
-        first = {"self": ANY} if inspect.isclass(target) else {}
+        first = {"self": _kinds.ANY} if inspect.isclass(target) else {}
         table = _ArgumentTable(
             f"{target.__name__}()", {**first, **known}, [*first, *in_order], rest, is_open
         )
@@ -187,14 +170,14 @@ class _ArgumentTable(NamedTuple):
     """
 
     label: str
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, _kinds.Kind]
     in_order: Sequence[str]
     rest: Sequence[str]
     is_open: bool
 
 
 def _checking(fn: _Target, table: _ArgumentTable) -> _Target:
-    accepts = {name: kind.accepts for name, kind in table.kinds.items() if kind is not ANY}
+    accepts = {name: kind.accepts for name, kind in table.kinds.items() if kind is not _kinds.ANY}
     by_name = {name: accepts.get(name) for name in table.kinds if name not in table.rest}
     in_order = [(name, accepts.get(name)) for name in table.in_order]
 
@@ -223,7 +206,9 @@ def _refusal(table: _ArgumentTable, name: str, value: Any) -> OptionError:
     kind = table.kinds[name]
     # A class may say which value a function takes in the place of its own.
     remedy = getattr(type(value), "instead", f"write {name}={kind.example}")
-    return OptionError(f"{name} of {table.label} must be {kind}; got {shown(value)}; {remedy}")
+    return OptionError(
+        f"{name} of {table.label} must be {kind}; got {_kinds.shown(value)}; {remedy}"
+    )
 
 
 def _unknown(table: _ArgumentTable, name: str) -> OptionError:

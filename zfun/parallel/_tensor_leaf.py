@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zfun import collectives, tree
-from zfun.collectives import Group
 from zfun.errors import PlacementError
 from zfun.parallel._tensor_region import NAME, Region
 from zfun.parallel._tensor_styles import OUTPUT_CUT, SUMMED, USES, WHOLE, TensorStyle
@@ -255,7 +254,7 @@ def _embedding(
     return region.leave(out.masked_fill(is_elsewhere.unsqueeze(-1), 0))
 
 
-def own_rows(ids: Tensor, rows: int, axis: Group) -> tuple[Tensor, Tensor]:
+def own_rows(ids: Tensor, rows: int, axis: collectives.Group) -> tuple[Tensor, Tensor]:
     """Return ids among the rows of this rank, and which of them lie on another rank.
 
     Ids below the first row and above the last one stay on the first and last rank, where the

@@ -6,21 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from zfun import tree
+from zfun import transforms, tree
 from zfun.collectives import sum_group
 from zfun.flat import Flat
 from zfun.parallel import StageFunction
 from zfun.recipes._options import ZeroOptions
-from zfun.transforms import (
-    cast,
-    data_parallel,
-    offload_grads,
-    offload_loss,
-    replicate_grads,
-    shard_grads,
-    shard_params,
-    value_and_grad,
-)
 from zfun.transforms.buffers import buffered, unwritten, views_by_leaf
 from zfun.transforms.grads._gradient import GradientFunction
 from zfun.transforms.optimizer.in_backward import UpdateHook
@@ -40,9 +30,9 @@ def gradient_of(
         hook: steps each bucket of summed gradients.
     """
     group = recipe.group
-    vg: Gradient = data_parallel(
+    vg: Gradient = transforms.data_parallel(
         replace(
-            value_and_grad(_loss_of_trained(recipe, fn, frozen)),
+            transforms.value_and_grad(_loss_of_trained(recipe, fn, frozen)),
             on_unused=hook.left.add if recipe.leaves_out else lambda bucket: None,
             is_planned=isinstance(fn, StageFunction),
         ),
@@ -52,23 +42,24 @@ def gradient_of(
         compression=recipe.compression.grads,
     )
     if summed >= 2:
-        vg = shard_grads(vg, group)
+        vg = transforms.shard_grads(vg, group)
         assert isinstance(vg, GradientFunction)
         vg = replace(vg, hooks=(*vg.hooks, hook), _agreed=vg._agreed)
     elif summed == 0 and recipe.num_micro_batches == 1:
         # Whole gradients of several micro-batches are added before the sum over the ranks.
-        vg = replicate_grads(vg, sum_group(group))
+        vg = transforms.replicate_grads(vg, sum_group(group))
     store = recipe.offload.grads
-    return vg if store is None else offload_grads(vg, store)
+    return vg if store is None else transforms.offload_grads(vg, store)
 
 
 def _loss_of_trained(recipe: ZeroOptions, fn: Callable[..., Any], frozen: Flat | None) -> Loss:
     """Return a loss of the trained parameters alone, in the placement of the stage."""
     loss = fn if recipe.buffers is None else buffered(fn)
     loss = loss if frozen is None or recipe.stage == 3 else unwritten(loss)
-    loss = loss if recipe.precision.compute is None else cast(loss, recipe.precision.compute)
+    dtype = recipe.precision.compute
+    loss = loss if dtype is None else transforms.cast(loss, dtype)
     if recipe.stage == 3:
-        loss = shard_params(
+        loss = transforms.shard_params(
             loss,
             recipe.group,
             frozen=frozen,
@@ -76,7 +67,7 @@ def _loss_of_trained(recipe: ZeroOptions, fn: Callable[..., Any], frozen: Flat |
             compression=recipe.compression.params,
         )
         store = recipe.offload.params
-        return loss if store is None else offload_loss(loss, store)
+        return loss if store is None else transforms.offload_loss(loss, store)
     if frozen is None:
         return loss
     rest = views_by_leaf(frozen.buffers, frozen.layout)

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, stores, tree
-from zfun.collectives import (
-    Group,
-    agreement_group,
-    gather_values,
-    global_ranks,
-    model_groups,
-    sum_group,
-)
+from zfun import collectives, ops, stores, tree
 from zfun.errors import NonFiniteError
 from zfun.flat import Flat, call_site, consume, flats
 from zfun.layout import LeafSlot, logical_path
@@ -37,7 +29,7 @@ from zfun.transforms.optimizer._stream import StreamedUpdate
 
 def takes_terms(recipe: ZeroOptions, state: ZeroState) -> bool:
     """Whether the optimizer sums the ranks' terms of gradients, so that backward does not."""
-    return sum_group(recipe.group).size > 1 and recipe.rule.takes_terms(state.opt_state)
+    return collectives.sum_group(recipe.group).size > 1 and recipe.rule.takes_terms(state.opt_state)
 
 
 def updated(
@@ -122,13 +114,13 @@ def _judged(
         if size == 0.0:
             check_used(state, counts, group)
         return norm, counts, math.isfinite(size)
-    norm, mesh, counts = norm_on_device(grads), sum_group(group), [count]
+    norm, mesh, counts = norm_on_device(grads), collectives.sum_group(group), [count]
     if mesh.size > 1:
         # A number of the host, which goes from host to host.
         mine = torch.tensor(count, dtype=torch.int64, device="cpu")
-        found = gather_values(mine, mesh, "unused leaves")
+        found = collectives.gather_values(mine, mesh, "unused leaves")
         counts = [count] * mesh.size if ops.is_abstract(found) else found.tolist()
-    if not model_groups(group):
+    if not collectives.model_groups(group):
         # Along a model axis other ranks may have used leaves.
         check_used(state, counts, group)
     if ops.is_abstract(norm):
@@ -140,7 +132,7 @@ def _merged(recipe: ZeroOptions, left: Flat, before: Flat | None, taken: bool | 
     """Return the buffers after a step: those that the losses of the ranks have left, merged."""
     assert recipe.buffers is not None
     batched = [axis.group for axis in model_axes(recipe.loss_fn) if axis.has_batches]
-    for group in (sum_group(left.group), *batched):
+    for group in (collectives.sum_group(left.group), *batched):
         left = merge_buffers(left, group, recipe.buffers)
     if before is None or not isinstance(taken, Tensor):
         return left
@@ -168,7 +160,7 @@ def _bad_leaf(recipe: ZeroOptions, state: ZeroState, grads: Flat) -> str | None:
             f"gradients must be finite; {num_skipped} steps in a row had some that were not, "
             f"now first in leaf {bad_leaf!r}; lower the learning rate, clip, or look at that "
             "leaf; the state is as it was",
-            rank=global_ranks(recipe.group)[recipe.group.rank],
+            rank=collectives.global_ranks(recipe.group)[recipe.group.rank],
             step=state.step,
             leaf=bad_leaf,
         )
@@ -188,7 +180,7 @@ def is_one(scale: float | Tensor) -> bool:
     return isinstance(scale, float) and scale == 1.0
 
 
-def _delivered(grads: Flat, placement: Placement, group: Group) -> Flat:
+def _delivered(grads: Flat, placement: Placement, group: collectives.Group) -> Flat:
     """Bring gradients to the placement of the optimizer."""
     if placement is P:
         return stores.resident(grads)
@@ -207,7 +199,9 @@ def _unused_everywhere(grads: Flat, counts: Sequence[int]) -> list[LeafSlot]:
     here = [float(slot.path in grads.missed) for slot in grads.layout.leaves]
     # On the host, where they are needed.
     flags = torch.tensor(here, dtype=torch.uint8, device="cpu")
-    found = gather_values(flags, agreement_group(grads.group), "unused leaves")
+    found = collectives.gather_values(
+        flags, collectives.agreement_group(grads.group), "unused leaves"
+    )
     if ops.is_abstract(found) or grads.layout.device.type == "meta":
         return unused
     everywhere = found.all(0).tolist()

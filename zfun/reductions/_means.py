@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from zfun import collectives, tree
-from zfun.collectives import Group, sum_group
 from zfun.errors import OptionError, SpecMismatch
 from zfun.options import ITERABLE, takes
 
 
 @takes(metrics=ITERABLE)
-def mean_metrics(metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: Group) -> tree.Tree:
+def mean_metrics(
+    metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: collectives.Group
+) -> tree.Tree:
     """Return the weighted mean of trees of metrics, over micro-batches and ranks.
 
     One all-gather, of sums in float64 that are added in rank order, so the result has the same bits
@@ -74,7 +75,7 @@ def mean_metrics(metrics: Iterable[tuple[tree.Tree, float | Tensor]], group: Gro
             total += weight * torch.cat([*parts, total.new_ones(1)])
     *sums, weight = (
         # On the host, because a rank without data may have numbers where others have tensors.
-        collectives.gather_values(total.cpu(), sum_group(group), "metrics")
+        collectives.gather_values(total.cpu(), collectives.sum_group(group), "metrics")
         .sum(0)
         .to(device)
         .split([*(shape.numel() for shape in shapes), 1])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from zfun import collectives, ops, stores, tree
-from zfun.collectives import Group
 from zfun.errors import LeafError, PlacementError
 from zfun.flat import FLAT, Flat, own_piece, unravel
 from zfun.layout import aligned
@@ -104,7 +103,7 @@ def _squares(flat: Flat) -> Tensor:
     return _over_model_axes(gather_values(flat, _own_squares(flat), "norm"), flat.group)[0]
 
 
-def _over_model_axes(rows: Tensor, group: Group) -> tuple[Tensor, int]:
+def _over_model_axes(rows: Tensor, group: collectives.Group) -> tuple[Tensor, int]:
     """Return the rows of the ranks along all model axes, and the place of the first given one."""
     start = 0
     for axis in collectives.model_groups(group):

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from zfun import collectives
-from zfun.collectives import AllGather, Collective, Group, agreement_group, start_gather, sum_group
 from zfun.flat import FLAT, Flat
 from zfun.options import takes
 
 
 @takes(flat=FLAT)
-def all_ranks(flat: Flat) -> Group:
+def all_ranks(flat: Flat) -> collectives.Group:
     """Return the group of all ranks: the whole mesh if the group of a value is an axis of a mesh.
 
     Args:
@@ -26,7 +25,7 @@ def all_ranks(flat: Flat) -> Group:
         >>> zf.simulate(4, main)[0]
         (2, 4)
     """
-    return sum_group(flat.group)
+    return collectives.sum_group(flat.group)
 
 
 @takes(flat=FLAT)
@@ -64,9 +63,9 @@ def whole_buffers(flat: Flat, name: str) -> list[Tensor]:
     """
     found = []
     for buffer, slot in zip(flat.buffers, flat.layout.buckets, strict=True):
-        call = Collective(AllGather(), name)
+        call = collectives.Collective(collectives.AllGather(), name)
         pending = (
-            start_gather(flat.group, call, buffer, slot.pieces)
+            collectives.start_gather(flat.group, call, buffer, slot.pieces)
             if slot.pieces
             else flat.group.start(call, buffer)
         )
@@ -75,7 +74,7 @@ def whole_buffers(flat: Flat, name: str) -> list[Tensor]:
 
 
 @takes()
-def any_rank(flag: bool, group: Group) -> bool:
+def any_rank(flag: bool, group: collectives.Group) -> bool:
     """Return whether the flag is set on any rank: the same answer on all, so that all stop alike.
 
     Args:
@@ -88,4 +87,4 @@ def any_rank(flag: bool, group: Group) -> bool:
         [True, True, True]
     """
     mine = torch.tensor([flag], dtype=torch.uint8)
-    return bool(collectives.gather_values(mine, agreement_group(group), "flag").any())
+    return bool(collectives.gather_values(mine, collectives.agreement_group(group), "flag").any())

@@ -27,15 +27,7 @@ from typing import Any
 from zfun.errors import CorruptCheckpoint, OptionError, ZfunError
 from zfun.objects import located
 from zfun.options import PATH, takes
-from zfun.sources._files import (
-    FilePart,
-    StoredTensor,
-    check_no_link,
-    cut,
-    entry,
-    joined_parts,
-    read_text,
-)
+from zfun.sources import _files
 from zfun.sources._pickles import Inert, as_shape, load
 from zfun.sources._source import TrainingState, named
 
@@ -104,7 +96,7 @@ def _opened(folder: Path) -> TrainingState:
         )
     states = [_checked(load(file, inert=_INERT), dict, file) for file in models]
     if (folder / "zero").is_dir():
-        check_no_link(folder / "zero")
+        _files.check_no_link(folder / "zero")
         slots, step = _universal(folder / "zero", states)
     else:
         slots, step = _of_ranks(folder, states)
@@ -114,9 +106,9 @@ def _opened(folder: Path) -> TrainingState:
 def _step_of(path: Path, tag: str | None) -> Path:
     latest = path / "latest"
     if tag is None and latest.is_file():
-        check_no_link(latest)
-        tag = read_text(latest).strip()
-    return path if tag is None else entry(path, tag, str(latest))
+        _files.check_no_link(latest)
+        tag = _files.read_text(latest).strip()
+    return path if tag is None else _files.entry(path, tag, str(latest))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -125,7 +117,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     for file in folder.iterdir() if folder.is_dir() else ():
         match = pattern.fullmatch(file.name)
         if match:
-            check_no_link(file)
+            _files.check_no_link(file)
             if int(match[2]):
                 raise OptionError(
                     "deepspeed() reads checkpoints of data-parallel ranks; got "
@@ -151,7 +143,7 @@ def _checked(value: Any, kind: type, where: object) -> Any:
 
 
 _Shapes = Sequence[Mapping[str, tuple[int, ...]]]
-_Slots = dict[str, dict[str, StoredTensor]]
+_Slots = dict[str, dict[str, _files.StoredTensor]]
 
 
 def _shapes(state: Mapping[str, Any]) -> _Shapes:
@@ -191,11 +183,11 @@ def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
     paddings = ranks[0].get("param_alignment_paddings") or [()] * len(shapes)
     for index, (group, padding) in enumerate(zip(shapes, paddings, strict=True)):
         lean = [_flat(rank["single_partition_of_fp32_groups"][index]) for rank in ranks]
-        parts = {"fp32": [FilePart(flat, 0, flat.numel) for flat in lean]}
+        parts = {"fp32": [_files.FilePart(flat, 0, flat.numel) for flat in lean]}
         for key, flats in _moments([rank.get("base_optimizer_state") for rank in ranks], index):
             # The padding at the end of a part is in the moments only.
             parts[key] = [
-                FilePart(flat, 0, min(flat.numel, mine.numel))
+                _files.FilePart(flat, 0, min(flat.numel, mine.numel))
                 for flat, mine in zip(flats, lean, strict=True)
             ]
         available = sum(flat.numel for flat in lean)
@@ -203,7 +195,9 @@ def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
         for number, (name, shape) in enumerate(group.items()):
             size = math.prod(shape)
             for key, whole in parts.items():
-                slots.setdefault(key, {})[name] = joined_parts(shape, cut(whole, at, at + size))
+                slots.setdefault(key, {})[name] = _files.joined_parts(
+                    shape, _files.cut(whole, at, at + size)
+                )
             at += size + (padding[number] if number < len(padding) else 0)
         _check_consumed(at, available, 2 * len(ranks), f"group {index}")
     return slots
@@ -212,7 +206,7 @@ def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
 def _stage_3(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
     count = len(ranks)
     flats = [[_flat(flat) for flat in rank["fp32_flat_groups"]] for rank in ranks]
-    per_rank: dict[str, list[list[StoredTensor]]] = {"fp32": flats}
+    per_rank: dict[str, list[list[_files.StoredTensor]]] = {"fp32": flats}
     for index in range(len(flats[0])):
         for key, moment in _moments([rank["optimizer_state_dict"] for rank in ranks], index):
             found = per_rank.setdefault(key, [[] for _ in ranks])
@@ -220,12 +214,12 @@ def _stage_3(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
                 found[rank].append(flat)
     slots: _Slots = {}
     for key, groups in per_rank.items():
-        wholes = [[FilePart(flat, 0, flat.numel) for flat in mine] for mine in groups]
+        wholes = [[_files.FilePart(flat, 0, flat.numel) for flat in mine] for mine in groups]
         at = 0
         for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
             size = -(-math.prod(shape) // count)
-            parts = [part for whole in wholes for part in cut(whole, at, at + size)]
-            slots.setdefault(key, {})[name] = joined_parts(shape, parts)
+            parts = [part for whole in wholes for part in _files.cut(whole, at, at + size)]
+            slots.setdefault(key, {})[name] = _files.joined_parts(shape, parts)
             at += size
         for whole in wholes:
             _check_consumed(at, sum(part.stop - part.start for part in whole), 1, key)
@@ -240,8 +234,8 @@ def _check_consumed(wanted: int, available: int, multiple: int, where: str) -> N
         )
 
 
-def _flat(value: Any) -> StoredTensor:
-    return _checked(value, StoredTensor, "a flat group of an optimizer")
+def _flat(value: Any) -> _files.StoredTensor:
+    return _checked(value, _files.StoredTensor, "a flat group of an optimizer")
 
 
 def _group_state(optimizer: Any, index: int) -> Mapping[Any, Any]:
@@ -254,11 +248,13 @@ def _group_state(optimizer: Any, index: int) -> Mapping[Any, Any]:
     return {}
 
 
-def _moments(optimizers: Sequence[Any], index: int) -> Iterator[tuple[str, list[StoredTensor]]]:
+def _moments(
+    optimizers: Sequence[Any], index: int
+) -> Iterator[tuple[str, list[_files.StoredTensor]]]:
     """Yield the flat tensors of every rank for each name of the optimizer's state."""
     states = [_group_state(optimizer, index) for optimizer in optimizers]
     for key, value in states[0].items():
-        if isinstance(value, StoredTensor) and len(value.shape) == 1:
+        if isinstance(value, _files.StoredTensor) and len(value.shape) == 1:
             yield str(key), [_flat(state.get(key)) for state in states]
 
 
@@ -271,7 +267,7 @@ def _step(optimizer: Any) -> int | None:
 
 
 def _integer(value: Any) -> int | None:
-    if isinstance(value, StoredTensor) and value.numel == 1:
+    if isinstance(value, _files.StoredTensor) and value.numel == 1:
         value = value.read().item()
     return int(value) if isinstance(value, (int, float)) else None
 
@@ -284,27 +280,27 @@ def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]
         name = directory.name
         if not directory.is_dir() or name not in shapes:
             continue
-        check_no_link(directory)
+        _files.check_no_link(directory)
         for file in sorted(directory.glob("*.pt")):
-            check_no_link(file)
+            _files.check_no_link(file)
             value = load(file, inert=_INERT)
             value = value.get("param") if isinstance(value, dict) else value
             if file.stem == "step":
                 step = _integer(value)
                 continue
-            tensor = _checked(value, StoredTensor, file)
+            tensor = _checked(value, _files.StoredTensor, file)
             if tensor.numel != math.prod(shapes[name]):
                 raise CorruptCheckpoint(
                     f"{file} has the elements of its parameter; got {tensor.numel} in place of "
                     f"{shapes[name]}; copy the directory again",
                     leaf=name,
                 )
-            slots.setdefault(file.stem, {})[name] = StoredTensor(
+            slots.setdefault(file.stem, {})[name] = _files.StoredTensor(
                 shapes[name], tensor.dtype, tensor.fetch
             )
     _check_complete(folder, slots)
     if step is None and (folder / "optimizer_state.pt").is_file():
-        check_no_link(folder / "optimizer_state.pt")
+        _files.check_no_link(folder / "optimizer_state.pt")
         step = _step(load(folder / "optimizer_state.pt", inert=_INERT))
     return slots, step
 
@@ -349,7 +345,7 @@ def _assembled(
         if (
             name not in params | shared
             and name not in buffer_names
-            and isinstance(value, StoredTensor)
+            and isinstance(value, _files.StoredTensor)
         ):
             params[name] = value
     tied = {alias: params[name] for alias, name in shared.items() if name in params}
@@ -358,7 +354,7 @@ def _assembled(
     buffers = {
         name: value
         for name, value in module.items()
-        if name in buffer_names and isinstance(value, StoredTensor)
+        if name in buffer_names and isinstance(value, _files.StoredTensor)
     }
     return TrainingState(
         named({name: everything[name] for name in [*in_order, *params, *tied]}, origin),
@@ -369,7 +365,7 @@ def _assembled(
     )
 
 
-def _frozen(states: Sequence[Any]) -> dict[str, StoredTensor]:
+def _frozen(states: Sequence[Any]) -> dict[str, _files.StoredTensor]:
     """Return the frozen parameters, of which each rank of stage 3 has a part."""
     found = {}
     for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
@@ -382,7 +378,9 @@ def _frozen(states: Sequence[Any]) -> dict[str, StoredTensor]:
                 f"{sum(piece.numel for piece in whole)}; copy the directory again",
                 leaf=name,
             )
-        found[name] = joined_parts(size, [FilePart(piece, 0, piece.numel) for piece in whole])
+        found[name] = _files.joined_parts(
+            size, [_files.FilePart(piece, 0, piece.numel) for piece in whole]
+        )
     return found
 
 
@@ -391,4 +389,4 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, (str, int)) and _is_plain(x) for key, x in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return not isinstance(value, (StoredTensor, Inert))
+    return not isinstance(value, (_files.StoredTensor, Inert))

@@ -30,16 +30,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zfun.errors import CorruptCheckpoint, UntrustedCheckpoint
+from zfun.sources import _files
 from zfun.sources._archives import ZIP_MAGIC, ArchiveRecord, damaged, records_of
-from zfun.sources._files import (
-    CPU,
-    MAX_TEXT_BYTES,
-    StoredTensor,
-    View,
-    in_file,
-    in_memory,
-    read_into,
-)
 from zfun.sources.deferred import memory_of
 from zfun.sources.scratch import scratch
 
@@ -90,7 +82,7 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
         UntrustedCheckpoint: the file names a function or class that is not for tensors.
         CorruptCheckpoint: the file is damaged.
     """
-    with View(path, offset, num_bytes) as view:
+    with _files.View(path, offset, num_bytes) as view:
         lazy = view.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         records = records_of(view) if lazy else {}
         for place in [at for at, x in records.items() if x.name.endswith("/data.pkl")]:
@@ -114,15 +106,15 @@ def load(path: Path, *, inert: str = "", offset: int = 0, num_bytes: int | None 
             raise _refused(path, str(error)) from None
         except Exception as error:  # noqa: BLE001, a damaged pickle fails in any way
             raise damaged(path, error) from None
-    made: dict[Hashable, StoredTensor] = {}
+    made: dict[Hashable, _files.StoredTensor] = {}
 
-    def to_stored(tensor: Tensor) -> StoredTensor:
+    def to_stored(tensor: Tensor) -> _files.StoredTensor:
         # Tied parameters of a module are two tensors of one memory in its state dict.
         at = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         place = (at, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (memory_of(tensor), place) if at is None or not tensor.numel() else place
         if key not in made:
-            made[key] = _lazy(path, offset, records, tensor) if lazy else in_memory(tensor)
+            made[key] = _lazy(path, offset, records, tensor) if lazy else _files.in_memory(tensor)
         return made[key]
 
     try:
@@ -163,7 +155,7 @@ def _check_tuples(view: Any, path: Path) -> None:
         raise damaged(path, error) from None
 
 
-def _unknown(view: View, inert: str) -> list[str]:
+def _unknown(view: _files.View, inert: str) -> list[str]:
     """Return the names of a pickle that torch does not know and that may become inert."""
     view.seek(0)
     try:
@@ -186,7 +178,7 @@ def _refused(path: Path, message: str) -> UntrustedCheckpoint:
 
 def _lazy(
     path: Path, base: int, records: Mapping[int, ArchiveRecord], tensor: Tensor
-) -> StoredTensor:
+) -> _files.StoredTensor:
     """Return the tensor of the file for a tensor on the meta device, which knows its place."""
     storage = tensor.untyped_storage()
     at = getattr(storage, "_checkpoint_offset", None)
@@ -215,21 +207,23 @@ def _lazy(
     shape, dtype, strides = tuple(tensor.shape), tensor.dtype, tensor.stride()
     begin = base + (at or 0) + first
     record = records.get(at) if at is not None else None
-    whole = in_file(path, begin, shape, dtype) if tensor.is_contiguous() else None
+    whole = _files.in_file(path, begin, shape, dtype) if tensor.is_contiguous() else None
 
     def fetch(start: int, stop: int) -> Tensor:
         if record is not None:
             record.check(path, base)
         if whole is not None:
             return whole.fetch(start, stop)
-        memory = scratch((span,), dtype, CPU)
-        read_into(path, begin, memory)
+        memory = scratch((span,), dtype, _files.CPU)
+        _files.read_into(path, begin, memory)
         return memory.as_strided(shape, strides).reshape(-1)[start:stop]
 
-    return StoredTensor(shape, dtype, fetch)
+    return _files.StoredTensor(shape, dtype, fetch)
 
 
-def _plain(value: Any, to_stored: Callable[[Tensor], StoredTensor], done: dict[int, Any]) -> Any:
+def _plain(
+    value: Any, to_stored: Callable[[Tensor], _files.StoredTensor], done: dict[int, Any]
+) -> Any:
     """Return a value with tensors of the file for tensors; a repeated value is one object."""
     if id(value) in done:
         return done[id(value)]
@@ -304,8 +298,8 @@ def load_metadata(path: Path, inert: tuple[str, ...]) -> Any:
         UntrustedCheckpoint: the file names something else.
         CorruptCheckpoint: the file is damaged.
     """
-    with View(path) as view:
-        if view.num_bytes > MAX_TEXT_BYTES:
+    with _files.View(path) as view:
+        if view.num_bytes > _files.MAX_TEXT_BYTES:
             raise damaged(path, ValueError(f"{view.num_bytes} bytes of metadata"))
         text = view.read()
     _check_tuples(text, path)

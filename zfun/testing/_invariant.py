@@ -19,19 +19,11 @@ from zfun.errors import OptionError
 from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
 from zfun.optim import as_optimizer
 from zfun.options import FLOATING, FUNCTION, NAMES, each, instance, integer, number, takes
+from zfun.testing import _plain
 from zfun.testing._case import STANDARD, Case, Seams, feasible, names_of_model_axes
 from zfun.testing._compositions import COMPOSITION, Composition
 from zfun.testing._difference import Failure
 from zfun.testing._laws import assert_same_bits
-from zfun.testing._plain import (
-    PlainProblem,
-    PlainStep,
-    cast_floats,
-    mapped,
-    plain_loop,
-    rows_of,
-    split_rows,
-)
 from zfun.testing._search import Search
 from zfun.typing import Gradient, Loss
 
@@ -126,8 +118,8 @@ def assert_invariant(
         _problem, loss_fn, params, batches, optimizer, transform, trainable, split
     )
     exact = problem_in(torch.float64)
-    plain = plain_loop(exact)
-    _check_plain(exact, plain, plain_loop(exact, beside=True), unmoved)
+    plain = _plain.plain_loop(exact)
+    _check_plain(exact, plain, _plain.plain_loop(exact, beside=True), unmoved)
     problem = exact if dtype == torch.float64 else problem_in(dtype)
     if tolerance is None:
         tolerance = _tolerance(problem)
@@ -175,22 +167,22 @@ def _problem(
     trainable: Callable[[str, Any], bool] | None,
     split: Callable[[Any, int], Sequence[Any]] | None,
     dtype: torch.dtype | None,
-) -> PlainProblem:
+) -> _plain.PlainProblem:
     def cast(x: Tensor) -> Tensor:
         return x.detach().to(dtype) if dtype and x.is_floating_point() else x.detach()
 
-    trained, rest = tree.partition(mapped(cast, params), _is_trained(trainable))
+    trained, rest = tree.partition(_plain.mapped(cast, params), _is_trained(trainable))
     frozen = (rest,) if tree.leaves(rest) else ()
     if dtype is not None:
-        batches = [cast_floats(one, dtype) for one in batches]
+        batches = [_plain.cast_floats(one, dtype) for one in batches]
     loss = (lambda params, batch: loss_fn(tree.combine(params, *frozen), batch)) if frozen else None
     rule = as_optimizer(optimizer)
-    return PlainProblem(
-        loss or loss_fn, trained, frozen, rule, transform, batches, split or split_rows
+    return _plain.PlainProblem(
+        loss or loss_fn, trained, frozen, rule, transform, batches, split or _plain.split_rows
     )
 
 
-def _tolerance(problem: PlainProblem) -> float:
+def _tolerance(problem: _plain.PlainProblem) -> float:
     dtypes = {leaf.dtype for leaf in tree.leaves(problem.params)}
     worst = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     return 1e-9 if worst < 1e-12 else min(0.1, 1000 * worst)
@@ -212,9 +204,9 @@ _OPTIMIZER = (
 
 
 def _check_plain(
-    problem: PlainProblem,
-    plain: Sequence[PlainStep],
-    again: Sequence[PlainStep],
+    problem: _plain.PlainProblem,
+    plain: Sequence[_plain.PlainStep],
+    again: Sequence[_plain.PlainStep],
     unmoved: Collection[str],
 ) -> None:
     """Refuse parts that are no functions, values that are not finite, and a leaf without use."""
@@ -243,7 +235,7 @@ def _check_plain(
 
 
 def _cases(
-    problem: PlainProblem,
+    problem: _plain.PlainProblem,
     is_made: bool,
     compositions: Sequence[Composition] | None,
     sizes: Sequence[int] | None,
@@ -277,7 +269,7 @@ def _cases(
                 if not divides(size, count):
                     raise OptionError(
                         f"micro-batches divide the part of every rank evenly; {count} do not "
-                        f"divide the parts of {rows_of(problem.batches[0])} rows for "
+                        f"divide the parts of {_plain.rows_of(problem.batches[0])} rows for "
                         f"{size} rank{'s' if size > 1 else ''}; pass other num_micro_batches=, "
                         "sizes= or a batch of more rows"
                     )
@@ -289,7 +281,7 @@ def _cases(
 
 
 def _cases_over_mesh(
-    problem: PlainProblem,
+    problem: _plain.PlainProblem,
     loss_over: Callable[[NamedMesh], Loss] | None,
     sizes: Mapping[str, int],
     refused: Sequence[str],
@@ -310,8 +302,8 @@ def _cases_over_mesh(
 
     data = simulate(math.prod(sizes.values()), names)[0]
     size = math.prod(sizes[name] for name in data)
-    rows = rows_of(problem.batches[0])
-    if problem.split is split_rows and rows is not None and rows % size:
+    rows = _plain.rows_of(problem.batches[0])
+    if problem.split is _plain.split_rows and rows is not None and rows % size:
         raise OptionError(
             f"the ranks along {', '.join(data)} divide the batch; got {rows} rows for {size} ranks;"
             f" pass a batch of {size * (rows // size + 1)} rows, or split="
@@ -322,9 +314,11 @@ def _cases_over_mesh(
 
 
 def _sizes(
-    problem: PlainProblem, sizes: Sequence[int] | None, num_micro_batches: Sequence[int] | None
+    problem: _plain.PlainProblem,
+    sizes: Sequence[int] | None,
+    num_micro_batches: Sequence[int] | None,
 ) -> Sequence[int]:
-    rows = rows_of(problem.batches[0])
+    rows = _plain.rows_of(problem.batches[0])
     each_rank = math.lcm(*(num_micro_batches or (1,)))
     if sizes is not None:
         for size in sizes:

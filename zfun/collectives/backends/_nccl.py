@@ -48,20 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zfun.collectives._ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    Stream,
-    UnequalAllToAll,
-    check_collective,
-    describe,
-)
+from zfun.collectives import _ops
 from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, break_connections, transport_errors
@@ -132,7 +119,7 @@ class NativeGroup(ProcessGroup):
         self,
         *args: Any,
         ranks: Sequence[int] | None = None,
-        streams: Mapping[Stream, Any] | None = None,
+        streams: Mapping[_ops.Stream, Any] | None = None,
     ) -> None:
         super().__init__(*args)
         # The numbers of the ranks in torch's world.
@@ -140,21 +127,23 @@ class NativeGroup(ProcessGroup):
         self._device = _device_of_rank()
         self._has_met = False
         self._marks = (
-            {stream: DeviceMarks(self._device) for stream in Stream}
+            {stream: DeviceMarks(self._device) for stream in _ops.Stream}
             if self._device.type == "cuda"
             else None
         )
         self._streams = dict(streams or self._communicators())
-        self._sides: dict[Stream, torch.cuda.Stream] = {}
+        self._sides: dict[_ops.Stream, torch.cuda.Stream] = {}
 
-    def aside(self, stream: Stream, device: torch.device) -> AbstractContextManager[None] | None:
+    def aside(
+        self, stream: _ops.Stream, device: torch.device
+    ) -> AbstractContextManager[None] | None:
         """Return a context with a queue of its own; see [Note: hops on a device]."""
         if device != self._device:
             return None
         return self._beside(stream) if device.type == "cuda" else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _beside(self, stream: Stream) -> Iterator[None]:
+    def _beside(self, stream: _ops.Stream) -> Iterator[None]:
         if stream not in self._sides:
             self._sides[stream] = torch.cuda.Stream(self._device)
         side = self._sides[stream]
@@ -162,10 +151,10 @@ class NativeGroup(ProcessGroup):
         with torch.cuda.stream(side):
             yield
 
-    def _communicators(self) -> dict[Stream, Any]:
+    def _communicators(self) -> dict[_ops.Stream, Any]:
         if _bound_device() is not None:
-            own = {Stream.CONTROL: self._torch_group} if self._on_close is not None else {}
-            parents = {stream: self._torch_group for stream in Stream if stream not in own}
+            own = {_ops.Stream.CONTROL: self._torch_group} if self._on_close is not None else {}
+            parents = {stream: self._torch_group for stream in _ops.Stream if stream not in own}
             return own | self._split(parents, [range(self.size)])
         # With local synchronization torch names a group by the number of groups that the rank is
         # in. The group of all ranks does without, because ranks in different numbers of groups
@@ -178,12 +167,12 @@ class NativeGroup(ProcessGroup):
                     timeout=torch_timeout(self._timeout_s),
                     use_local_synchronization=local,
                 )
-                for stream in Stream
+                for stream in _ops.Stream
             }
 
     def _split(
-        self, parents: Mapping[Stream, Any], parts: Sequence[Sequence[int]]
-    ) -> dict[Stream, Any]:
+        self, parents: Mapping[_ops.Stream, Any], parts: Sequence[Sequence[int]]
+    ) -> dict[_ops.Stream, Any]:
         with errors_left_to_zfun():
             return {
                 stream: dist.split_group(
@@ -195,12 +184,12 @@ class NativeGroup(ProcessGroup):
             }
 
     @with_ranges
-    def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
-        check_collective(call, x, out, self.size)
+    def start(self, call: _ops.Collective, x: Tensor, out: Tensor | None = None) -> Work:
+        _ops.check_collective(call, x, out, self.size)
         self._check_open()
         is_of_host = (
-            call.stream is Stream.CONTROL
-            and isinstance(call.op, AllGather)
+            call.stream is _ops.Stream.CONTROL
+            and isinstance(call.op, _ops.AllGather)
             and x.device.type == "cpu" != self._device.type
             and dist.is_gloo_available()
         )
@@ -215,7 +204,7 @@ class NativeGroup(ProcessGroup):
             if out is not None and out.device == device
             else sent.new_empty(call.op.output_numel(x.numel(), self.size))
         )
-        text = functools.partial(describe, call, x.numel(), x.dtype)
+        text = functools.partial(_ops.describe, call, x.numel(), x.dtype)
         index = self._watchdog.note_start(call.stream, text)
         try:
             works = (
@@ -237,7 +226,7 @@ class NativeGroup(ProcessGroup):
                         work.wait()
                     if not goes_over_host:
                         self._follow(call, text, index)
-                    if isinstance(call.op, Reduce) and call.op.root != self.rank:
+                    if isinstance(call.op, _ops.Reduce) and call.op.root != self.rank:
                         received.zero_()
                     # The work handle kept the input alive until here, where the current stream has
                     # waited for the stream of the collective.
@@ -265,7 +254,7 @@ class NativeGroup(ProcessGroup):
             store, limit = dist.PrefixStore("host", self._store), timedelta(seconds=self._timeout_s)
             self._host = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
 
-    def _follow(self, call: Collective, text: Callable[[], str], index: int) -> None:
+    def _follow(self, call: _ops.Collective, text: Callable[[], str], index: int) -> None:
         if self._marks is None or (
             self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         ):
@@ -274,7 +263,7 @@ class NativeGroup(ProcessGroup):
         self._watchdog.follow(call.stream, index, self._marks[call.stream].add(), fail)
 
     def _fail(
-        self, call: Collective, text: Callable[[], str], index: int, verdict: Verdict
+        self, call: _ops.Collective, text: Callable[[], str], index: int, verdict: Verdict
     ) -> None:
         if self._failure is None:
             self._failure = self._watchdog.conclude(verdict, *self._names(call, text(), index))
@@ -297,27 +286,27 @@ class NativeGroup(ProcessGroup):
         streams = self._split(self._streams, parts) if _bound_device() is not None else None
         return NativeGroup(*settings, ranks=[self._ranks[rank] for rank in ranks], streams=streams)
 
-    def _issue(self, call: Collective, x: Tensor, out: Tensor) -> list[Any]:
+    def _issue(self, call: _ops.Collective, x: Tensor, out: Tensor) -> list[Any]:
         stream = self._streams[call.stream]
         if x.is_complex():
             x, out = torch.view_as_real(x), torch.view_as_real(out)
         match call.op:
-            case AllGather():
+            case _ops.AllGather():
                 return [_all_gather_into(out, x, group=stream, async_op=True)]
-            case ReduceScatter():
+            case _ops.ReduceScatter():
                 return [_reduce_scatter_into(out, x, group=stream, async_op=True)]
-            case AllToAll():
+            case _ops.AllToAll():
                 return [dist.all_to_all_single(out, x, group=stream, async_op=True)]
-            case UnequalAllToAll() as op:
+            case _ops.UnequalAllToAll() as op:
                 parts = [*op.received], [*op.sent]
                 return [dist.all_to_all_single(out, x, *parts, group=stream, async_op=True)]
-            case AllReduce():
+            case _ops.AllReduce():
                 return [dist.all_reduce(out.copy_(x), group=stream, async_op=True)]
-            case Broadcast(root):
+            case _ops.Broadcast(root):
                 return [dist.broadcast(out.copy_(x), group=stream, group_src=root, async_op=True)]
-            case Reduce(root):
+            case _ops.Reduce(root):
                 return [dist.reduce(out.copy_(x), group=stream, group_dst=root, async_op=True)]
-            case Permute(destinations):
+            case _ops.Permute(destinations):
                 sent, received = [0] * self.size, [0] * self.size
                 sent[destinations[self.rank]] = received[call.op.sources[self.rank]] = x.numel()
                 return [dist.all_to_all_single(out, x, received, sent, group=stream, async_op=True)]
@@ -336,7 +325,7 @@ class NativeGroup(ProcessGroup):
 
     def _nccl(self) -> Any:
         with contextlib.suppress(RuntimeError):
-            backend = self._streams[Stream.CONTROL]._get_backend(torch.device("cuda"))
+            backend = self._streams[_ops.Stream.CONTROL]._get_backend(torch.device("cuda"))
             return backend if hasattr(backend, "_group_start") else None
         return None
 

@@ -22,15 +22,7 @@ from zfun.collectives._group import Allocate
 from zfun.collectives._ops import Collective, Op, Stream, check_collective, describe
 from zfun.collectives._ranges import with_ranges
 from zfun.collectives._work import Work
-from zfun.collectives.backends._base import (
-    INTERRUPT_TAG,
-    Mismatch,
-    ProcessGroup,
-    TransportError,
-    break_connections,
-    first_line,
-    transport_errors,
-)
+from zfun.collectives.backends import _base
 from zfun.collectives.gloo._algorithms import Started, num_transfers, start_exchange
 from zfun.collectives.gloo._buffer_pool import BufferPool
 from zfun.collectives.gloo._hierarchical import HostPlace, goes_over_hosts, num_messages, over_hosts
@@ -74,8 +66,11 @@ class _Messages:
                 # Gloo counts whole milliseconds, and so may give up just before this clock reaches
                 # the timeout.
                 silent = time.monotonic() >= deadline - 0.01
-                raise TransportError(
-                    peer, f"no answer within {self._timeout_s:g} s" if silent else first_line(error)
+                raise _base.TransportError(
+                    peer,
+                    f"no answer within {self._timeout_s:g} s"
+                    if silent
+                    else _base.first_line(error),
                 ) from error
         self._works.clear()
         self._tensors = None
@@ -112,7 +107,7 @@ class _StreamThread:
     def interrupt(self) -> None:
         """End every wait of a caller; this thread may wait on."""
         for future in list(self._unsettled):
-            _settle(future, TransportError(None, "the group is broken"))
+            _settle(future, _base.TransportError(None, "the group is broken"))
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -165,7 +160,7 @@ def _settle(future: Future[None], error: BaseException | None = None) -> None:
             future.set_exception(error)
 
 
-class ExchangeGroup(ProcessGroup):
+class ExchangeGroup(_base.ProcessGroup):
     """Processes that exchange messages directly. See [Note: collectives by direct exchange]."""
 
     def __init__(self, *args: Any) -> None:
@@ -266,17 +261,17 @@ class ExchangeGroup(ProcessGroup):
             for step in range(1, self.size):
                 source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
                 if (tensor := recvs[source]) is not None and tensor.numel():
-                    with transport_errors(source):
+                    with _base.transport_errors(source):
                         receives.append((source, self._torch_group.recv([tensor], source, tag)))
                 if (tensor := sends[target]) is not None and tensor.numel():
-                    with transport_errors(target):
+                    with _base.transport_errors(target):
                         outgoing.append((target, self._torch_group.send([tensor], target, tag)))
             return _Messages([*receives, *outgoing], kept, self._timeout_s)
 
         return exchange
 
     def _interrupt(self) -> None:
-        break_connections(self._torch_group, self.rank, self.size)
+        _base.break_connections(self._torch_group, self.rank, self.size)
         for thread in list(self._stream_threads.values()):
             thread.interrupt()
 
@@ -288,7 +283,7 @@ class ExchangeGroup(ProcessGroup):
             return None
         for peer in set(range(self.size)) - {self.rank}:
             try:
-                gloo.recv([torch.empty(1)], peer, INTERRUPT_TAG)
+                gloo.recv([torch.empty(1)], peer, _base.INTERRUPT_TAG)
             except RuntimeError:
                 return peer
         return None
@@ -339,12 +334,12 @@ class HostsGroup(ExchangeGroup):
             memory.finish(
                 memory.send(Collective(op, call.name, call.part, call.stream), text, x, out)
             )
-        except TransportError as error:
-            raise TransportError(
+        except _base.TransportError as error:
+            raise _base.TransportError(
                 None if error.peer is None else first + error.peer, str(error)
             ) from error
-        except Mismatch as error:
-            raise Mismatch(first + error.peer, error.text) from error
+        except _base.Mismatch as error:
+            raise _base.Mismatch(first + error.peer, error.text) from error
 
     def _give_up(self) -> None:
         for memory in self._rows.values():
@@ -381,7 +376,7 @@ class _ColumnGroup:
 
     def _start(self, move: Any, host: int, tensor: Tensor, number: int) -> _Messages:
         peer = host * self._place.size + self._place.rank
-        with transport_errors(peer):
+        with _base.transport_errors(peer):
             work = move([tensor], peer, self._tags[number])
         return _Messages([(peer, work)], tensor, self._timeout_s)
 

@@ -13,17 +13,10 @@ import torch
 from torch import nn
 
 from zfun import checkpoint
-from zfun.checkpoint import agree, attempt
 from zfun.collectives import Group
 from zfun.errors import CheckpointError
 from zfun.interop.deepspeed._settings import Settings
-from zfun.interop.deepspeed.utils.zero_to_fp32 import (
-    SCRIPT,
-    latest_of,
-    packed,
-    unpacked,
-    weights_of,
-)
+from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import CONFIGURED
 
@@ -116,10 +109,10 @@ class SavedEngine(nn.Module):
         folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
         _check_tag(self._ranks, name)
         data = {
-            **packed(client_state or {}),
+            **zero_to_fp32.packed(client_state or {}),
             "counters": {counter: getattr(self, counter) for counter in _COUNTERS},
             "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
-            "groups": packed(_groups(self.optimizer)),
+            "groups": zero_to_fp32.packed(_groups(self.optimizer)),
             "ties": _ties(self.module),
             "not_persistent": _not_persistent(self.module),
         }
@@ -128,7 +121,7 @@ class SavedEngine(nn.Module):
 
         def write_script(path: Path) -> None:
             _remove_others(folder / name, saved.path)
-            _write(path, SCRIPT.encode())
+            _write(path, zero_to_fp32.SCRIPT.encode())
 
         write_on_rank_0(self._ranks, folder / "zero_to_fp32.py", write_script)
         if save_latest:
@@ -158,7 +151,7 @@ class SavedEngine(nn.Module):
             CheckpointError: there is no such checkpoint, or its groups have other constants.
         """
         folder = Path(load_dir)
-        if (tag := latest_of(folder) if tag is None else tag) is None:
+        if (tag := zero_to_fp32.latest_of(folder) if tag is None else tag) is None:
             return None, None
         path = folder / tag
         _check_is_own(path, folder / "converted" / tag)
@@ -173,7 +166,9 @@ class SavedEngine(nn.Module):
             groups.check_saved(state.opt_state, numbers)
             self._core.load(path, keeps_frozen=left_out)
         else:
-            weights = {name: x.load() for name, x in weights_of(found, found.params).items()}
+            weights = {
+                name: x.load() for name, x in zero_to_fp32.weights_of(found, found.params).items()
+            }
             self.load_module_state_dict(
                 weights, load_module_strict and not left_out, custom_load_fn
             )
@@ -190,7 +185,7 @@ class SavedEngine(nn.Module):
             own = ("muon_lr", "adam_lr") if is_earlier else ()
             group.update({name: value for name, value in saved.items() if name not in own})
         self.loaded_checkpoint_tag = tag
-        return str(path), unpacked(data)
+        return str(path), zero_to_fp32.unpacked(data)
 
     def load_universal_checkpoint(self) -> bool:
         """Return ``False``: :meth:`load_checkpoint` takes any number of ranks as it is."""
@@ -231,7 +226,7 @@ def _numbers_of(data: Mapping[str, Any], index: str, group: Mapping[str, Any]) -
     """Return what a checkpoint has for a parameter group."""
     # Earlier checkpoints have the rates only.
     rates = {str(i): {"lr": rate} for i, rate in enumerate(data.get("lr", ()))}
-    saved = {**rates, **unpacked(data.get("groups", {}))}.get(index, {})
+    saved = {**rates, **zero_to_fp32.unpacked(data.get("groups", {}))}.get(index, {})
     # An earlier Muon has None for a rate that is lr.
     return {
         name: value
@@ -283,7 +278,7 @@ def _not_persistent(module: nn.Module) -> list[str]:
 
 def _check_tag(group: Group, tag: str) -> None:
     """Refuse a tag that is another one on some rank."""
-    if any(other != tag for other in agree(group, None, tag)):
+    if any(other != tag for other in checkpoint.agree(group, None, tag)):
         raise CheckpointError(
             f"all ranks save under one tag; got {tag!r} here, and another one on some rank; leave "
             "the number of the rank out of the tag"
@@ -309,7 +304,7 @@ def write_on_rank_0(group: Group, path: Path, write: Callable[[Path], None]) -> 
                 path=str(path),
             ) from error
 
-    agree(group, attempt(publish)[1] if group.rank == 0 else None)
+    checkpoint.agree(group, checkpoint.attempt(publish)[1] if group.rank == 0 else None)
 
 
 def _write(path: Path, content: bytes) -> None:

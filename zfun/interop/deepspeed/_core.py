@@ -16,15 +16,7 @@ from zfun.collectives import Group, broadcast
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop._configured import zero_options
 from zfun.interop.deepspeed._settings import Settings
-from zfun.interop.deepspeed.runtime.zero._owners import (
-    TensorOwner,
-    adopt,
-    deferred_of,
-    forget,
-    is_partitioned,
-    marks_of,
-    told,
-)
+from zfun.interop.deepspeed.runtime.zero import _owners
 from zfun.interop.engine import Engine
 from zfun.interop.engine._live import alive, live_of
 from zfun.parallel import Pipeline
@@ -49,7 +41,7 @@ def freed(module: nn.Module) -> Iterator[Mapping[str, Deferred]]:
         else:
             live.release()
         for param in params:
-            forget(param)
+            _owners.forget(param)
     try:
         yield values
     except BaseException:
@@ -76,7 +68,9 @@ def made(
     options |= {} if loss is None else {"loss_fn": loss}
     group = options["group"]
     named = dict(module.named_parameters())
-    away = {name: deferred_of(name, p) for name, p in named.items() if is_partitioned(p)}
+    away = {
+        name: _owners.deferred_of(name, p) for name, p in named.items() if _owners.is_partitioned(p)
+    }
     away |= values
     if away:
         plain = {name: p for name, p in named.items() if name not in away}
@@ -99,14 +93,14 @@ def made(
     owner = CoreValues(engine, group, keeps=recipe.stage == 3)
     engine._live.wrap("_apply", owner.apply)
     for name, param in engine.leaves.items():
-        adopt(param, owner, name, is_hidden=recipe.stage == 3)
-        told(param)._zfun_engine = weakref.ref(engine), name
+        _owners.adopt(param, owner, name, is_hidden=recipe.stage == 3)
+        _owners.told(param)._zfun_engine = weakref.ref(engine), name
         if recipe.stage == 3:
-            engine._live.marks[name] = marks_of(param)
+            engine._live.marks[name] = _owners.marks_of(param)
     return engine
 
 
-class CoreValues(TensorOwner):
+class CoreValues(_owners.TensorOwner):
     """The owner of parameters whose values are in a state.
 
     With ``keeps``, the values live as long as the parameters, as those in pieces do.

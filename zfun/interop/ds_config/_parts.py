@@ -12,23 +12,14 @@ import torch
 from zfun import optim, stores
 from zfun.compression import Compression, error_feedback, int4, int8
 from zfun.errors import OptionError
+from zfun.interop.ds_config import _optimizers
 from zfun.interop.ds_config._batch import Batch, batch_of, elastic_batch
 from zfun.interop.ds_config._explain import Note, Notes, entries_of
 from zfun.interop.ds_config._mistakes import Mistake, collecting
-from zfun.interop.ds_config._optimizers import (
-    cycle_of,
-    made,
-    momentum_for,
-    own_rates,
-    rule_of,
-    schedule_for,
-)
 from zfun.interop.ds_config._read import AutoValues
 from zfun.interop.ds_config._values import Checked, Unusable, Values
 from zfun.layout import DEFAULT_BUCKET_BYTES
-from zfun.optim import LossScale, Optimizer, Schedule, dynamic_loss_scale
 from zfun.recipes import Precision
-from zfun.stores import Store
 from zfun.transforms import ScheduleOptions
 
 _Z = "zero_optimization"
@@ -49,7 +40,7 @@ class StoreChoice:
     kind: str
     options: Mapping[str, Any]
 
-    def make(self) -> Store:
+    def make(self) -> stores.Store:
         """Make the store."""
         return getattr(stores, self.kind)(**self.options)
 
@@ -180,12 +171,15 @@ def _buckets(r: _Reading, v: Values) -> _Fields:
 
 def _rates(r: _Reading, v: Values) -> _Fields:
     """Return the schedule; an optimizer of the caller has the learning rate of the run."""
-    scheduler, base = rule_of(r.checked, "scheduler"), r.auto.learning_rate
+    scheduler, base = _optimizers.rule_of(r.checked, "scheduler"), r.auto.learning_rate
     if r.checked.kind("optimizer") is not None and (r.make is None or base is None):
         base = v["optimizer.params.lr"]
     if scheduler is None:
         return {"learning_rate": base}
-    rate, momentum = schedule_for(scheduler, lr=base), momentum_for(scheduler)
+    rate, momentum = (
+        _optimizers.schedule_for(scheduler, lr=base),
+        _optimizers.momentum_for(scheduler),
+    )
     return {"learning_rate": rate, "scheduler": scheduler, "momentum": momentum}
 
 
@@ -199,7 +193,7 @@ def _clip(r: _Reading, v: Values) -> _Fields:
     return {"max_grad_norm": bound}
 
 
-def clipped(rule: Any, clip: float) -> Optimizer:
+def clipped(rule: Any, clip: float) -> optim.Optimizer:
     return optim.chain(optim.clip_by_global_norm(clip), rule) if clip else optim.as_optimizer(rule)
 
 
@@ -207,7 +201,7 @@ def _optimizer(r: _Reading, v: Values) -> _Fields:
     rate, scheduler, clip = (
         r.done[name] for name in ("learning_rate", "scheduler", "max_grad_norm")
     )
-    rule = rule_of(r.checked, "optimizer") if r.make is None else None
+    rule = _optimizers.rule_of(r.checked, "optimizer") if r.make is None else None
     if r.make is not None:
         if r.checked.kind("optimizer") is not None:
             r.notes["optimizer.type"] = Note("the caller's optimizer", "wins, as in DeepSpeed")
@@ -222,15 +216,17 @@ def _optimizer(r: _Reading, v: Values) -> _Fields:
 
     # DeepSpeed's first group is that of Muon, and its Muon has no betas that a cycle changes.
     is_muon = rule.kind == "Muon"
-    first = own_rates(rule.options)["muon_lr"] if is_muon else rule.options["lr"]
+    first = _optimizers.own_rates(rule.options)["muon_lr"] if is_muon else rule.options["lr"]
 
-    def rate_of(lr: float) -> float | Schedule:
+    def rate_of(lr: float) -> float | optim.Schedule:
         lr = first if scheduler is not None and scheduler.is_absolute else lr
         if lr == rule.options["lr"]:
             return rate
-        return lr if scheduler is None else schedule_for(scheduler, lr=lr)
+        return lr if scheduler is None else _optimizers.schedule_for(scheduler, lr=lr)
 
-    built = made(rule, rate_of, {} if is_muon else cycle_of(r.done["momentum"]))
+    built = _optimizers.made(
+        rule, rate_of, {} if is_muon else _optimizers.cycle_of(r.done["momentum"])
+    )
     r.notes["optimizer.type"] = Note(f"zf.optim.{built.name or 'muon'}")
     return {"rule": rule, "optimizer": clipped(built, clip)}
 
@@ -259,7 +255,7 @@ def _dtypes(r: _Reading, v: Values) -> _Fields:
     if half is None:
         # torch's scaler of autocast has no hysteresis, and doubles after 2000 steps.
         is_scaled = autocast is torch.float16
-        scale = dynamic_loss_scale(window=2000, hysteresis=1) if is_scaled else None
+        scale = optim.dynamic_loss_scale(window=2000, hysteresis=1) if is_scaled else None
         return {"precision": Precision(reduce=reduce, loss_scale=scale), "autocast": autocast}
     narrow = v["bf16.bf16_master_weights_and_grads"] and half is torch.bfloat16
     master, scale = None if narrow else torch.float32, _loss_scale(r, v)
@@ -269,14 +265,14 @@ def _dtypes(r: _Reading, v: Values) -> _Fields:
     return {"precision": Precision(half, half, reduce, master, scale), "autocast": None}
 
 
-def _loss_scale(r: _Reading, v: Values) -> LossScale | float | None:
+def _loss_scale(r: _Reading, v: Values) -> optim.LossScale | float | None:
     if not v["fp16.enabled"]:
         return None
     if v[_SCALE] > 0:
         r.notes[_SCALE] = Note(f"zf.Precision(loss_scale={v[_SCALE]})")
         return v[_SCALE]
     r.notes[_SCALE] = Note("zf.optim.dynamic_loss_scale(...)", "0 is a dynamic scale")
-    return dynamic_loss_scale(
+    return optim.dynamic_loss_scale(
         2.0 ** v["fp16.initial_scale_power"],
         window=v["fp16.loss_scale_window"],
         hysteresis=v["fp16.hysteresis"],

@@ -7,15 +7,8 @@ from typing import Any
 
 from zfun.interop.ds_config._mistakes import Mistake, mistake, nearest
 from zfun.interop.ds_config._read import AutoValues
-from zfun.interop.ds_config.table import KEYS, SECTIONS, keys_of, kind_of
+from zfun.interop.ds_config.table import KEYS, SECTIONS, _optim, keys_of, kind_of
 from zfun.interop.ds_config.table._keys import SECTION, Key, is_off
-from zfun.interop.ds_config.table._optim import (
-    OPTIMIZERS,
-    REFUSED_OPTIMIZERS,
-    SCHEDULERS,
-    TORCH_OPTIMIZERS,
-    TYPES,
-)
 from zfun.interop.ds_config.table._zero import ALIASES, OLDER
 
 _Z = "zero_optimization"
@@ -93,7 +86,7 @@ class Checked:
         self.unknown: dict[str, Any] = {}
         self.late: dict[str, tuple[str, ...]] = {}
         self.mistakes: list[Mistake] = []
-        parts = {name: config.get(name) for name in TYPES}
+        parts = {name: config.get(name) for name in _optim.TYPES}
         self._kinds = {
             name: kind_of(name, part.get("type")) if isinstance(part, Mapping) else None
             for name, part in parts.items()
@@ -143,7 +136,10 @@ class Checked:
                 if path not in self.given:
                     self.written.setdefault(path, written)
                     self.given[path] = value
-            elif prefix == "optimizer.params." and self._kinds["optimizer"] in TORCH_OPTIMIZERS:
+            elif (
+                prefix == "optimizer.params."
+                and self._kinds["optimizer"] in _optim.TORCH_OPTIMIZERS
+            ):
                 self.extra[str(name)] = value
             else:
                 self._no_key(name, value, prefix, written)
@@ -198,15 +194,15 @@ class Checked:
     def _unknown_type(self, given: Any, path: str) -> None:
         """Report a type that is not known."""
         self.values.bad.update([f"{path}.params"])
-        known = OPTIMIZERS if path == "optimizer" else SCHEDULERS
+        known = _optim.OPTIMIZERS if path == "optimizer" else _optim.SCHEDULERS
         remedy = f"use {', '.join(known[:-1])} or {known[-1]}"
         if isinstance(given, str):
-            near = nearest(given.lower(), TYPES[path])
-            refused = {old.lower(): new for old, new in REFUSED_OPTIMIZERS.items()}
+            near = nearest(given.lower(), _optim.TYPES[path])
+            refused = {old.lower(): new for old, new in _optim.REFUSED_OPTIMIZERS.items()}
             if (instead := refused.get(given.lower())) is not None:
                 remedy = f"zfun has no {given}; {instead} is the nearest"
             elif near is not None:
-                remedy = f"did you mean {TYPES[path][near]!r}?"
+                remedy = f"did you mean {_optim.TYPES[path][near]!r}?"
         rule = f"names a{'n optimizer' if path == 'optimizer' else ' schedule'} of zfun"
         self._refuse(f"{path}.type", rule, given, remedy)
 

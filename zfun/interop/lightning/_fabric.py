@@ -21,18 +21,9 @@ from zfun.errors import OptionError
 from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine
+from zfun.interop.lightning import _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import Dtypes
-from zfun.interop.lightning._runs import (
-    engines_of,
-    groups_of,
-    is_on_meta,
-    load_values,
-    master_values,
-    register_names,
-    take_values_of_rank_0,
-    values_of,
-)
 
 
 class ZfunFabricStrategy(DDPStrategy):
@@ -104,7 +95,7 @@ class ZfunFabricStrategy(DDPStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         # The values of a model on meta are made for the state.
-        if not is_on_meta(module):
+        if not _runs.is_on_meta(module):
             super().module_to_device(module)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -143,19 +134,19 @@ class ZfunFabricStrategy(DDPStrategy):
         return optimizer
 
     def _make(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        if not is_on_meta(module):
-            take_values_of_rank_0(module, self.world_size)
+        if not _runs.is_on_meta(module):
+            _runs.take_values_of_rank_0(module, self.world_size)
         recipe, seed = self.recipe(), self.broadcast(torch.initial_seed())
-        values = values_of(module, self.root_device, seed)
+        values = _runs.values_of(module, self.root_device, seed)
         options: dict[str, Any] = {"zero": zero_options(recipe, process_group()), "values": values}
-        groups = groups_of(optimizers, module)
+        groups = _runs.groups_of(optimizers, module)
         bound = recipe.max_grad_norm or UNBOUNDED
         if not groups:
             engines = [StepEngine(module, optim.sgd(0.0), **options)]
         elif len(groups) == 1:
             engines = [StepEngine(module, groups[0], clip_norm=bound, **options)]
         else:
-            engines = engines_of(module, groups, StepEngine, clip_norm=bound, **options)
+            engines = _runs.engines_of(module, groups, StepEngine, clip_norm=bound, **options)
         self.engines += engines
         for one, engine in zip(groups, engines, strict=False):
             engine.is_trained = True
@@ -197,15 +188,15 @@ class ZfunFabricStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole values, with those of master weights. All ranks call."""
-        return master_values(module.state_dict(keep_vars=True), self.engines)
+        return _runs.master_values(module.state_dict(keep_vars=True), self.engines)
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Take whole values, also into master weights. All ranks call."""
-        load_values(module, self.engines, state_dict, strict=strict)
+        _runs.load_values(module, self.engines, state_dict, strict=strict)
 
-    register_strategies = classmethod(register_names)
+    register_strategies = classmethod(_runs.register_names)
 
 
 class _EachBackward(_BackwardSyncControl):

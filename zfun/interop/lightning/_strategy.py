@@ -29,19 +29,9 @@ from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
+from zfun.interop.lightning import _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision
-from zfun.interop.lightning._runs import (
-    AutomaticRun,
-    ManualRun,
-    build,
-    groups_of,
-    is_on_meta,
-    load_values,
-    register_names,
-    take_values_of_rank_0,
-    values_of,
-)
 
 
 class ZfunStrategy(DDPStrategy):
@@ -88,7 +78,7 @@ class ZfunStrategy(DDPStrategy):
         super().__init__(accelerator=accelerator, **own)
         self._gathers_at_end = gather_at_end
         self._groups: list[ParamGroups] = []
-        self._run: AutomaticRun | ManualRun | None = None
+        self._run: _runs.AutomaticRun | _runs.ManualRun | None = None
         self._is_live = False
         self._given: dict[str, Any] = {}
         # Of a checkpoint, for a module on meta.
@@ -137,9 +127,9 @@ class ZfunStrategy(DDPStrategy):
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit and self._layer_sync:
             self.model = self._layer_sync.apply(module)
-        if not is_on_meta(module):
+        if not _runs.is_on_meta(module):
             self.model_to_device()
-            take_values_of_rank_0(module, self.world_size)
+            _runs.take_values_of_rank_0(module, self.world_size)
         by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         self.recipe = recipe_of(
             self._config,
@@ -155,10 +145,10 @@ class ZfunStrategy(DDPStrategy):
             group.ema_decay = decays[0]
         self.setup_precision_plugin()
         seed = self.broadcast(torch.initial_seed())
-        values = {**values_of(module, self.root_device, seed), **self._values}
+        values = {**_runs.values_of(module, self.root_device, seed), **self._values}
         if self._ranks is None:
             self._ranks = process_group()
-        self._run = build(module, self._groups, self.recipe, self._ranks, values)
+        self._run = _runs.build(module, self._groups, self.recipe, self._ranks, values)
         self._values = {}
         self._is_live = True
         self.barrier()
@@ -182,7 +172,7 @@ class ZfunStrategy(DDPStrategy):
             )
         else:
             self.setup_optimizers(trainer)
-        return groups_of(self.optimizers, module)
+        return _runs.groups_of(self.optimizers, module)
 
     def _own_module(self) -> LightningModule:
         assert self.lightning_module is not None
@@ -208,7 +198,7 @@ class ZfunStrategy(DDPStrategy):
         is_whole = module.trainer.state.status != TrainerStatus.INTERRUPTED
         if is_whole and self._gathers_at_end:
             self._release()
-        if not (self._is_live or is_on_meta(module)):
+        if not (self._is_live or _runs.is_on_meta(module)):
             super().teardown()
             return
         # Moving the module to the host would gather.
@@ -227,7 +217,7 @@ class ZfunStrategy(DDPStrategy):
     test_step = functools.partialmethod(_hook, "test_step")
     predict_step = functools.partialmethod(_hook, "predict_step")
 
-    def _running(self) -> AutomaticRun | ManualRun:
+    def _running(self) -> _runs.AutomaticRun | _runs.ManualRun:
         assert self._run is not None
         return self._run
 
@@ -361,12 +351,12 @@ class ZfunStrategy(DDPStrategy):
         module, values = self._own_module(), checkpoint["state_dict"]
         if saved.MARK in checkpoint:
             return
-        if is_on_meta(module):
+        if _runs.is_on_meta(module):
             names, own = first_names(module), module.state_dict(keep_vars=True)
             known = {names.get(id(own[key]), key): x for key, x in values.items() if key in own}
             self._values = saved.take(module, known)
         else:
-            load_values(module, self._live_engines(), values, strict=strict)
+            _runs.load_values(module, self._live_engines(), values, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the optimizers, of a directory or of a file of plain Lightning."""
@@ -377,7 +367,7 @@ class ZfunStrategy(DDPStrategy):
         for engine, given in zip(engines, checkpoint["optimizer_states"], strict=False):
             engine.load_optimizer_state(given)
 
-    register_strategies = classmethod(register_names)
+    register_strategies = classmethod(_runs.register_names)
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -14,15 +14,8 @@ from zfun.errors import OptionError, PlacementError, SpecMismatch
 from zfun.flat import Flat, check_same_layout
 from zfun.options import ANY, BOOL, FUNCTION, integer, number, takes
 from zfun.transforms._batches import split_batch
+from zfun.transforms.grads import _value
 from zfun.transforms.grads._pullback import Pullback, Pulled
-from zfun.transforms.grads._value import (
-    NO_AUX,
-    ComposedGradient,
-    WeightedMean,
-    check_gradient,
-    reciprocal,
-    start_vjp,
-)
 from zfun.typing import Gradient
 
 
@@ -64,7 +57,7 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
         >>> vg({"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0, 3.0, 4.0]))
         (tensor(2.5000), {'w': tensor(2.5000)})
     """
-    check_gradient(vg, "accumulate()")
+    _value.check_gradient(vg, "accumulate()")
 
     def accumulated(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         losses: list[Any] = []
@@ -73,21 +66,21 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
         weights: list[Tensor] = []
         for index, micro in enumerate(split_batch(batch, num_micro_batches)):
             value, grads = vg(params, micro)
-            loss, aux = value if type(value) is tuple else (value, NO_AUX)
-            if aux is not NO_AUX:
+            loss, aux = value if type(value) is tuple else (value, _value.NO_AUX)
+            if aux is not _value.NO_AUX:
                 auxes.append(aux)
             losses.append(loss)
-            if isinstance(loss, WeightedMean):
+            if isinstance(loss, _value.WeightedMean):
                 weights.append(loss.weight)
                 grads = times(grads, loss.weight)
             total = add_grads(total, grads, owned=index > 1)
             # Free these gradients before the next micro-batch makes new ones.
             del grads
         if weights:
-            result: Any = WeightedMean(
+            result: Any = _value.WeightedMean(
                 torch.stack([loss.total for loss in losses]).sum(), torch.stack(weights).sum()
             )
-            total = times(total, reciprocal(result.weight))
+            total = times(total, _value.reciprocal(result.weight))
         else:
             result = torch.stack(losses).sum() / num_micro_batches
             total = scale_grads(total, 1.0 / num_micro_batches)
@@ -95,12 +88,14 @@ def accumulate(vg: Gradient, num_micro_batches: int) -> Gradient:
 
     def forward(params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
         """Run all forward passes; the outputs and the cotangents are lists."""
-        calls = [start_vjp(vg, params, micro) for micro in split_batch(batch, num_micro_batches)]
+        calls = [
+            _value.start_vjp(vg, params, micro) for micro in split_batch(batch, num_micro_batches)
+        ]
         pullbacks = [pullback for _, pullback in calls]
         close = functools.partial(_close_all, pullbacks)
         return [out for out, _ in calls], Pullback(functools.partial(_pull_all, pullbacks), close)
 
-    return ComposedGradient(accumulated, forward)
+    return _value.ComposedGradient(accumulated, forward)
 
 
 def _pull_all(

@@ -18,17 +18,9 @@ from zfun.layout import DEFAULT_BUCKET_BYTES, layout_of
 from zfun.options import ANY, FLOATING, FUNCTION, GROUP, TENSOR, integer, number, one_of, takes
 from zfun.placement import P
 from zfun.transforms._cast import CastLoss
+from zfun.transforms.grads import _value
 from zfun.transforms.grads._gradient_function import GradientFunction, grad_dtypes
 from zfun.transforms.grads._pullback import Pullback
-from zfun.transforms.grads._value import (
-    NO_AUX,
-    ComposedGradient,
-    WeightedMean,
-    ZfunGradient,
-    check_gradient,
-    check_loss,
-    start_vjp,
-)
 from zfun.transforms.remat import warn_of_whole_loss
 from zfun.typing import Gradient, Loss
 
@@ -56,7 +48,7 @@ def value_and_grad(loss: Loss) -> GradientFunction:
         >>> vg({"w": torch.tensor([1.0, 2.0])}, torch.tensor(3.0))
         (tensor(9.), {'w': tensor([3., 3.])})
     """
-    check_loss(loss, "value_and_grad()")
+    _value.check_loss(loss, "value_and_grad()")
     warn_of_whole_loss(loss.loss if isinstance(loss, CastLoss) else loss)
     return GradientFunction(loss)
 
@@ -100,7 +92,7 @@ def vjp(fn: Callable[[Any, Any], Any], params: tree.Tree, batch: Any) -> tuple[A
 
     After ``jax.vjp``.
     """
-    vg = fn if isinstance(fn, ZfunGradient) else GradientFunction(fn)
+    vg = fn if isinstance(fn, _value.ZfunGradient) else GradientFunction(fn)
     return vg.vjp(params, batch)
 
 
@@ -159,7 +151,7 @@ def data_parallel(
         >>> zf.simulate(2, main)[0]
         (tensor(1.), P, {'w': tensor(0.5000)})
     """
-    check_gradient(vg, "data_parallel()")
+    _value.check_gradient(vg, "data_parallel()")
     _check_parallel(vg, group)
     if isinstance(vg, GradientFunction):
         return dataclasses.replace(
@@ -189,20 +181,20 @@ def data_parallel(
 
     def parallel(params: tree.Tree, batch: Any) -> tuple[Any, Any]:
         value, grads = vg(params, batch)
-        loss, aux = value if type(value) is tuple else (value, NO_AUX)
-        flat = partial(grads, weighted=isinstance(loss, WeightedMean))
+        loss, aux = value if type(value) is tuple else (value, _value.NO_AUX)
+        flat = partial(grads, weighted=isinstance(loss, _value.WeightedMean))
         pending = group.start(
             Collective(AllReduce(), "loss", "loss", Stream.CONTROL),
             loss.detach().reshape(1).contiguous(),
         )
         loss = pending.wait()[0] * scale
-        return (loss if aux is NO_AUX else (loss, aux)), flat
+        return (loss if aux is _value.NO_AUX else (loss, aux)), flat
 
     def forward(params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
-        out, pullback = start_vjp(vg, params, batch)
+        out, pullback = _value.start_vjp(vg, params, batch)
         return out, pullback.then(partial)
 
-    return ComposedGradient(parallel, forward)
+    return _value.ComposedGradient(parallel, forward)
 
 
 def _check_parallel(vg: Gradient, group: Group) -> None:

@@ -26,16 +26,8 @@ from zfun.transforms.call._call import BoundParams, LossCall
 from zfun.transforms.call._executor import Executor, WholeParams, check_recomputed
 from zfun.transforms.call._hooks import CommHook, SumHook
 from zfun.transforms.call._reducer import GradReducer
+from zfun.transforms.grads import _pullback
 from zfun.transforms.grads._halves import backward_of_inputs
-from zfun.transforms.grads._pullback import (
-    Outputs,
-    Pullback,
-    Pulled,
-    View,
-    seed_of,
-    start_backward,
-    start_forward,
-)
 from zfun.transforms.grads._tape import Tape
 from zfun.transforms.grads._value import (
     NO_AUX,
@@ -120,7 +112,7 @@ class GradientFunction(ZfunGradient):
             with torch.enable_grad():
                 value, total, weight, aux = parse(out)
             executor.loss = loss = self._start_loss(total.detach(), weight, self.group)
-            seed = seed_of(total, self.loss_scale)
+            seed = _pullback.seed_of(total, self.loss_scale)
             grads, _ = self._backward(call, [total], [seed], self._scale_of(loss, weight))
         except Exception:
             executor.abandon()
@@ -129,12 +121,12 @@ class GradientFunction(ZfunGradient):
         return (value if aux is NO_AUX else (value, aux)), grads
 
     @ops.uncompiled
-    def vjp(self, params: tree.Tree, batch: Any) -> tuple[Any, Pullback]:
+    def vjp(self, params: tree.Tree, batch: Any) -> tuple[Any, _pullback.Pullback]:
         """Return the outputs of the function, and the pullback; see :func:`zfun.vjp`."""
-        number = start_forward(self._numbering(params))
+        number = _pullback.start_forward(self._numbering(params))
         out, call = self._forward(params, batch)
         try:
-            outputs = Outputs(out)
+            outputs = _pullback.Outputs(out)
             values = outputs.values()
         except Exception:
             call.executor.abandon()
@@ -142,14 +134,16 @@ class GradientFunction(ZfunGradient):
         # A name here would keep the graph alive.
         del out
 
-        def pull(cotangents: Any, weight: Any, inputs: Sequence[Tensor]) -> Callable[[], Pulled]:
+        def pull(
+            cotangents: Any, weight: Any, inputs: Sequence[Tensor]
+        ) -> Callable[[], _pullback.Pulled]:
             if isinstance(params, Flat):
                 params.life.check()
             seeds = outputs.seeds(cotangents, self.loss_scale)
             return lambda: self._pull(call, number, outputs.roots, seeds, weight, inputs)
 
         def halve(
-            cotangents: Any, weight: Any, inputs: Sequence[Tensor], views: Sequence[View]
+            cotangents: Any, weight: Any, inputs: Sequence[Tensor], views: Sequence[_pullback.View]
         ) -> tuple[list[Tensor | None], Callable[[], Any]]:
             seeds = outputs.seeds(cotangents, self.loss_scale)
             found, second = backward_of_inputs(
@@ -168,7 +162,7 @@ class GradientFunction(ZfunGradient):
             is_alike = is_alike and total.layout == call.layout
             return is_alike and call.executor.reducer.add_onto(total.buffers)
 
-        return values, Pullback(pull, call.executor.abandon, outputs.paths, halve, onto)
+        return values, _pullback.Pullback(pull, call.executor.abandon, outputs.paths, halve, onto)
 
     def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
         """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""
@@ -182,7 +176,7 @@ class GradientFunction(ZfunGradient):
             call.executor.begin_backward((), scale)
 
         tape = Tape(
-            start_forward(self._numbering(params)),
+            _pullback.start_forward(self._numbering(params)),
             start,
             lambda tape, again: self._finish(found[0], again=again),
         )
@@ -199,7 +193,7 @@ class GradientFunction(ZfunGradient):
         seeds: Sequence[Tensor | None],
         weight: Any,
         inputs: Sequence[Tensor],
-    ) -> Pulled:
+    ) -> _pullback.Pulled:
         """Run backward from outputs of any kind."""
         executor = call.executor
         try:
@@ -232,7 +226,7 @@ class GradientFunction(ZfunGradient):
         summed = Work.done(torch.zeros(1))
         if weight is not None:
             weight = scalar_on(call.layout.device, weight, torch.float64).reshape(())
-        if not start_backward(self._numbering(call.params), number, begins):
+        if not _pullback.start_backward(self._numbering(call.params), number, begins):
             call.executor.diverge()
         if weight is not None:
             group = self.group
@@ -279,7 +273,7 @@ class GradientFunction(ZfunGradient):
         seeds: Sequence[Tensor],
         scale: Callable[[], float | Tensor],
         inputs: Sequence[Tensor] = (),
-    ) -> Pulled:
+    ) -> _pullback.Pulled:
         """Run backward and reduce the gradients."""
         executor = call.executor
         executor.begin_backward(roots, scale)

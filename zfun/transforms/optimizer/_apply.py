@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops, stores, tree
+from zfun import errors, ops, stores, tree
 from zfun.collectives import await_readers
-from zfun.errors import (
-    AliasChanged,
-    CollectiveMismatch,
-    OptionError,
-    PeerLost,
-    PlacementError,
-    SpecMismatch,
-    ZfunError,
-)
 from zfun.flat import (
     Flat,
     call_site,
@@ -109,13 +100,13 @@ def _apply(
     if not isinstance(params, Flat):
         return _apply_to_tree(chosen, grads, state, params, donate)
     if not isinstance(grads, Flat):
-        raise PlacementError(
+        raise errors.PlacementError(
             "flat parameters need flat gradients; got a tree of tensors; compute them from the "
             "same parameters with value_and_grad(), or wrap them in data_parallel()"
         )
     check_padding(chosen, {bucket.dtype for bucket in params.layout.buckets})
     if params.placement is P:
-        raise PlacementError(
+        raise errors.PlacementError(
             "parameters are whole or sharded; got a Flat with placement P; redistribute() it to "
             "R or S first"
         )
@@ -207,7 +198,9 @@ class _ConsumedOnError:
         if kind is None:
             return
         # Other errors of zfun refuse the arguments before anything is written.
-        if not issubclass(kind, ZfunError) or issubclass(kind, (PeerLost, CollectiveMismatch)):
+        if not issubclass(kind, errors.ZfunError) or issubclass(
+            kind, (errors.PeerLost, errors.CollectiveMismatch)
+        ):
             consume(
                 self._values,
                 f"zf.apply(..., donate=True) at {call_site()}, which failed half-way with "
@@ -223,14 +216,14 @@ def _apply_to_trees(
     optimizer: Optimizer, grads: tree.Tree, state: Any, params: tree.Tree, donate: bool
 ) -> tuple[Any, Any]:
     if donate:
-        raise OptionError(
+        raise errors.OptionError(
             "donate=True takes over flat buffers; got trees of tensors; make the parameters flat "
             "with zf.replicate() or zf.shard()"
         )
     spec = tree.structure(params)
     like = tree.leaves_like(spec, grads)
     if like is None:
-        raise SpecMismatch(
+        raise errors.SpecMismatch(
             f"gradients must have the structure of the parameters; got {tree.paths(grads)} for "
             f"{tree.paths(params)}"
         )
@@ -249,7 +242,7 @@ def _apply_to_tree(
 ) -> tuple[Any, Any]:
     """Step a tree of parameters with flat gradients: ravel, step, and view the result as trees."""
     if donate:
-        raise OptionError(
+        raise errors.OptionError(
             "donate=True takes over flat buffers; got parameters as a tree of tensors; make them "
             "flat with zf.replicate()"
         )
@@ -280,7 +273,7 @@ def _apply_to_tree(
             if leaf is not first[position] and not torch.equal(
                 stores.fetch(leaf, layout.device), fetched[position]
             ):
-                raise AliasChanged(
+                raise errors.AliasChanged(
                     f"tied leaves must be tied from the start; {place.leaves[position].path!r} "
                     f"and {path!r} are one tensor now and have two optimizer states; make a new "
                     "state with init()",

@@ -26,7 +26,6 @@ from zfun.flat import Flat, empty_like
 from zfun.layout import Layout
 from zfun.optim import Optimizer
 from zfun.placement import Placement, R
-from zfun.stores import Store
 from zfun.transforms.optimizer._cut import CutState, cut_state, last_of
 from zfun.transforms.optimizer._placing import layout_for
 
@@ -53,7 +52,7 @@ class StateBuilder:
         dtypes: Sequence[torch.dtype],
         placement: Placement,
         group: Group,
-        store: Store | None,
+        store: stores.Store | None,
         fraction: float,
     ) -> None:
         self.layout = layout

@@ -24,14 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import policies, tree
 from zfun.errors import ZfunError
-from zfun.policies import Policy
 from zfun.transforms.call._lazy import is_loading
 from zfun.transforms.remat._elsewhere import Elsewhere, MovedVector, Stays
 from zfun.transforms.remat._vectors import is_plain
 
 
 def keeping_results(
-    policy: Policy, elsewhere: Elsewhere | None
+    policy: policies.Policy, elsewhere: Elsewhere | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Make the dispatch mode for forward and the dispatch mode for recomputation."""
     kept: dict[int, _KeptResult] = {}
@@ -61,7 +60,7 @@ class _Recording(_Mode):
     """Runs forward and keeps the results that the policy chooses."""
 
     def __init__(
-        self, policy: Policy, elsewhere: Elsewhere | None, kept: dict[int, _KeptResult]
+        self, policy: policies.Policy, elsewhere: Elsewhere | None, kept: dict[int, _KeptResult]
     ) -> None:
         super().__init__()
         self.policy = policy
