@@ -36,28 +36,11 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat
 from zfun.layout import LeafSlot
 from zfun.options import FUNCTION, GROUP, NAMES, TEXT, each, integer, takes
+from zfun.parallel import _pipeline_run, schedules
 from zfun.parallel._cuts import ModelAxis, ParallelLoss, as_stage, axes_inside, model_axes
 from zfun.parallel._local import Spread
 from zfun.parallel._pipeline_messages import Channel, pair_groups
-from zfun.parallel._pipeline_run import (
-    PipelineStep,
-    Results,
-    StageFunction,
-    StartVjp,
-    forward_only,
-    takes_batch,
-)
 from zfun.parallel._pipeline_tied import TiedLeaves, group_of, tied
-from zfun.parallel.schedules import (
-    ACTIONS,
-    BY_NAME,
-    Action,
-    Schedule,
-    check_schedule,
-    ranks_of_stages,
-    with_messages,
-    write_csv,
-)
 from zfun.placement import Cut, Held
 from zfun.transforms import WeightedMean, open_batch, scale_grads, split_batch
 from zfun.transforms.grads._accumulate import times
@@ -79,7 +62,7 @@ class Pipeline(ParallelLoss):
         self,
         stages: Sequence[Callable[..., Any]],
         axis: Group,
-        schedule: Schedule,
+        schedule: schedules.Schedule,
         num_micro_batches: int,
         leaves: Sequence[Sequence[str]] | None,
     ) -> None:
@@ -96,20 +79,20 @@ class Pipeline(ParallelLoss):
         self._named = leaves
         # Thousands of paths are found at once, and globs one by one.
         self._leaves = None if leaves is None else [_paths_and_globs(names) for names in leaves]
-        self._rank_of = ranks_of_stages(schedule)
+        self._rank_of = schedules.ranks_of_stages(schedule)
         self.stages = {
-            stage: StageFunction(
+            stage: _pipeline_run.StageFunction(
                 as_stage(fn, is_last=stage == len(stages) - 1),
                 _picker(stage, leaves),
-                takes_batch(stage, fn),
+                _pipeline_run.takes_batch(stage, fn),
                 is_first=stage == 0,
                 is_last=stage == len(stages) - 1,
             )
             for stage, fn in enumerate(stages)
             if self._rank_of[stage] == axis.rank
         }
-        self.actions = with_messages(schedule)[axis.rank]
-        self.watch: Callable[[Action | None], object] | None = None
+        self.actions = schedules.with_messages(schedule)[axis.rank]
+        self.watch: Callable[[schedules.Action | None], object] | None = None
         # Made in the first step, because all ranks take part.
         self._channels: dict[tuple[int, str], Channel] = {}
         self._loss: Channel | None = None
@@ -119,7 +102,7 @@ class Pipeline(ParallelLoss):
 
     def gradients(
         self,
-        start: StartVjp,
+        start: _pipeline_run.StartVjp,
         batch: Any,
         group: Group,
         slots: tuple[LeafSlot, ...],
@@ -151,7 +134,7 @@ class Pipeline(ParallelLoss):
             self._connect(device)
         tied_leaves = self._tied_leaves(slots, spreads)
         sums = sum_group(group)
-        results = PipelineStep(
+        results = _pipeline_run.PipelineStep(
             self.stages,
             len(self._rank_of),
             self._channels,
@@ -186,9 +169,11 @@ class Pipeline(ParallelLoss):
         """
         if self._loss is None:
             self._connect(device)
-        return forward_only(sorted(self.stages), len(self._rank_of), self._channels, run, batches)
+        return _pipeline_run.forward_only(
+            sorted(self.stages), len(self._rank_of), self._channels, run, batches
+        )
 
-    def _shared_loss(self, results: Results, sums: Group) -> Any:
+    def _shared_loss(self, results: _pipeline_run.Results, sums: Group) -> Any:
         """Average the losses over micro-batches and data ranks, and send the mean to all stages."""
         assert self._loss is not None
         value: Any = None
@@ -214,7 +199,7 @@ class Pipeline(ParallelLoss):
 
     def _agree(self, batches: Sequence[Any], sums: Group) -> None:
         """Refuse ranks with other schedules or batches before they wait for each other."""
-        text = write_csv(self.schedule)
+        text = schedules.write_csv(self.schedule)
         plan = {
             "schedule": f"one of {len(self._rank_of)} stages and {self.num_micro_batches} "
             f"micro-batches, checksum {zlib.crc32(text.encode()):08x}",
@@ -317,14 +302,14 @@ class Pipeline(ParallelLoss):
 @takes(
     stages=each(FUNCTION, "a sequence of functions", "[first, last]", least=1),
     axis=GROUP,
-    schedule=TEXT | ACTIONS,
+    schedule=TEXT | schedules.ACTIONS,
     num_micro_batches=integer(1),
     leaves=each(NAMES, "a sequence of lists of paths", "[['embed.*'], ['head.*']]") | None,
 )
 def pipeline(
     stages: Sequence[Callable[..., Any]],
     axis: Group,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | schedules.Schedule = "1f1b",
     *,
     num_micro_batches: int,
     leaves: Sequence[Sequence[str]] | None = None,
@@ -387,29 +372,29 @@ def pipeline(
 
 
 def _schedule_of(
-    schedule: str | Sequence[Sequence[Action]],
+    schedule: str | Sequence[Sequence[schedules.Action]],
     num_stages: int,
     axis: Group,
     num_micro_batches: int,
-) -> Schedule:
+) -> schedules.Schedule:
     """Return the actions of each rank, which fit the stages and the axis."""
     if isinstance(schedule, str):
-        if schedule not in BY_NAME:
+        if schedule not in schedules.BY_NAME:
             raise OptionError(
-                f"schedule is one of {', '.join(map(repr, BY_NAME))}, or the actions of each rank; "
-                f"got {schedule!r}; zfun.parallel.schedules makes others"
+                f"schedule is one of {', '.join(map(repr, schedules.BY_NAME))}, or the actions of "
+                f"each rank; got {schedule!r}; zfun.parallel.schedules makes others"
             )
         if num_stages % axis.size:
             raise OptionError(
                 f"each rank of a pipeline has equally many stages; got {num_stages} stages for "
                 f"{axis.size} ranks; cut the model in a multiple of {axis.size}"
             )
-        return BY_NAME[schedule](axis.size, num_micro_batches, num_stages // axis.size)
-    check_schedule(schedule)
+        return schedules.BY_NAME[schedule](axis.size, num_micro_batches, num_stages // axis.size)
+    schedules.check_schedule(schedule)
     made = tuple(tuple(actions) for actions in schedule)
     found = {
         "ranks": (len(made), axis.size),
-        "stages": (len(ranks_of_stages(made)), num_stages),
+        "stages": (len(schedules.ranks_of_stages(made)), num_stages),
         "micro-batches": (
             1 + max(action.micro_batch for actions in made for action in actions),
             num_micro_batches,
