@@ -579,7 +579,7 @@ def test_ranks_of_an_expert_axis_have_batches() -> None:
     def main(group: zf.Group) -> int:
         mesh = zf.mesh(group, dp=2, ep=2)
         loss = lambda params, x: (params["experts"].sum() * x).mean()
-        mean = zf.parallel.expert_parallel(loss, mesh["ep"], ["experts"])
+        mean = zf.parallel.expert_parallel(loss, mesh["ep"], [], ["experts"])
         config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
         read = lambda size: from_ds_config(config, auto=AutoValues(world_size=size))
         rule = zf.optim.sgd(0.1)
