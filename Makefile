@@ -134,7 +134,7 @@ release: $(VENV)/.release
 	git tag "v$$($(BIN)/python -c 'import zfun; print(zfun.__version__)')"
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED_VENV) $(GPU_VENV) build dist docs/_build docs/jupyter_execute docs/notebooks docs/pictures hf-trainer zfun-demo zfun-io
+	rm -rf $(VENV) $(VENV)-* build dist docs/_build docs/jupyter_execute docs/notebooks docs/pictures hf-trainer zfun-demo zfun-io
 
 # torch comes first and alone, so that what else is installed takes the build chosen here.
 $(VENV)/.base: pyproject.toml

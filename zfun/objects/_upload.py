@@ -20,14 +20,14 @@ class _UploadPart:
 
     def __init__(self, num_bytes: int) -> None:
         # The client of S3 wants a stream, which it sends without blocking other requests.
-        self._stream = io.BytesIO(bytes(num_bytes))
-        self.view = self._stream.getbuffer()
+        self.stream = io.BytesIO(bytes(num_bytes))
         self.missing = num_bytes
 
-    def stream(self) -> io.BytesIO:
-        """Return the bytes, which cannot be changed any more."""
-        self.view.release()
-        return self._stream
+    def write(self, data: memoryview, first: int) -> None:
+        self.stream.seek(first)
+        self.stream.write(data)
+        self.stream.seek(0)
+        self.missing -= len(data)
 
 
 class Upload:
@@ -74,9 +74,7 @@ class Upload:
                 if number not in self._parts:
                     self._parts[number] = _UploadPart(length)
                 part = self._parts[number]
-            part.view[first : first + count] = data[:count]
-            with self._lock:
-                part.missing -= count
+                part.write(data[:count], first)
                 is_full = not part.missing
             if is_full:
                 self._send(number, part)
@@ -84,15 +82,15 @@ class Upload:
 
     def _send(self, number: int, part: _UploadPart) -> None:
         if self._id is not None:
-            found = self._s3("upload_part", PartNumber=number + 1, Body=part.stream())
+            found = self._s3("upload_part", PartNumber=number + 1, Body=part.stream)
             with self._lock:
                 self._tags[number] = found["ETag"]
                 del self._parts[number]
         elif self._file is None:
             if self._is_s3:
-                self._s3("put_object", Body=part.stream())
+                self._s3("put_object", Body=part.stream)
             else:
-                self._call(self._fs.pipe_file, self._path, part.stream().read())
+                self._call(self._fs.pipe_file, self._path, part.stream.getvalue())
             self._is_whole = True
         else:
             with self._lock:
@@ -101,7 +99,7 @@ class Upload:
                     part = self._parts[len(self._tags)]
                     if part.missing:
                         break
-                    self._call(self._file.write, part.view)
+                    self._call(self._file.write, part.stream.getvalue())
                     del self._parts[len(self._tags)]
                     self._tags[len(self._tags)] = ""
 

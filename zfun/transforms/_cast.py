@@ -32,7 +32,7 @@ from zfun.transforms.grads._value import ZfunLoss, check_loss
 from zfun.typing import Loss
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CastLoss(ZfunLoss):
     """The loss that :func:`cast` returns, into which other transforms can look.
 

@@ -147,7 +147,7 @@ def offload_loss(loss: Loss, store: Store) -> Loss:
     return _OffloadedLoss(loss, store)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _OffloadedLoss(ZfunLoss):
     """The loss that :func:`offload_loss` returns."""
 

@@ -27,7 +27,7 @@ def names_of_a_step(stage: int, group: zf.Group, *, profiled: bool) -> list[str]
     if not profiled:
         zero.step(state, torch.ones(2, 4))
         return []
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
         zero.step(state, torch.ones(2, 4))
     return [event.name for event in found.events() or () if event.name.startswith("zfun ")]
 

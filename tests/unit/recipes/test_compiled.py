@@ -179,7 +179,8 @@ def test_other_public_functions_under_the_compiler(tmp_path: Path) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "init": lambda: zero.params(zero.init(params())),
         "params": lambda: zero.params(state),
-        "value_and_grad": lambda: vg(params(), BATCH),
+        "value_and_grad": lambda: zf.value_and_grad(loss_fn)(params(), BATCH),
+        "cast": lambda: zf.cast(loss_fn, torch.bfloat16)(params(), BATCH),
         "data_parallel": lambda: zf.data_parallel(vg, group)(params(), BATCH)[0],
         "accumulate": lambda: zf.accumulate(vg, 2)(params(), BATCH),
         "vjp": lambda: zf.vjp(vg, params(), BATCH)[1](torch.ones(())),

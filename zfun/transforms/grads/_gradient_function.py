@@ -62,7 +62,7 @@ class OpenCall:
     is_first: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GradientFunction(ZfunGradient):
     """A gradient function as data, so that transforms can change the backward pass.
 

@@ -18,7 +18,11 @@ from zfun.typing import Gradient, Loss
 
 
 class ZfunLoss(Loss):
-    """A loss that a transform has returned."""
+    """A loss that a transform has returned.
+
+    Transforms return dataclasses without equality, because torch.compile of torch 2.11 hashes those
+    that compiled code makes before they have attributes.
+    """
 
     __slots__ = ()
 
@@ -34,7 +38,7 @@ class ZfunGradient(Gradient):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ComposedGradient(ZfunGradient):
     """A gradient function around another one, into which transforms cannot look.
 

@@ -27,7 +27,7 @@ from zfun.transforms.remat._inputs import moving_inputs
 from zfun.transforms.remat._results import keeping_results
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Remat:
     """The function that :func:`remat` returns, with attributes for other transforms.
 
