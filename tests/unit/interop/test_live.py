@@ -454,7 +454,7 @@ def test_many_reads_are_watched_a_part_at_a_time() -> None:
     with torch.no_grad():
         for _ in range(5000):
             net.head.weight.detach()
-        assert len(engine._live._read) <= 4096
+        assert len(engine._live._watched._seen) <= 4096
         net.head.weight.detach().zero_()
     with pytest.raises(PlacementError, match=r"leaf 'head\.weight' through a view or detach"):
         engine.state_dict()
