@@ -49,11 +49,11 @@ class _LiveTensor:
                 first._live.show_grads(first)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == _SET_DATA:
-            return _set_data(first, args[1])
         if isinstance(first, _LiveTensor):
             if func == _GET_DATA:
                 return _data_of(first)
+            if func == _SET_DATA:
+                return _set_data(first, args[1])
             if changes_nothing(func, args, kwargs):
                 return first
         # In this order, because a compiler knows no names of functions.
@@ -137,10 +137,10 @@ def _data_of(value: Any) -> Tensor:
 
 def _set_data(first: Any, new: Any) -> None:
     """Assign ``.data``; what ``.data`` gave before keeps the old value, as in torch."""
-    is_alias = isinstance(new, _LiveTensor) and new._own is None
-    if is_alias and (new is first or new._param is getattr(first, "_param", None)):
-        return
-    if is_alias:
+    is_live = isinstance(new, _LiveTensor)
+    if is_live and new._own is None:
+        if new._param is first._param:
+            return
         raise PlacementError(
             "a parameter of an engine has memory of its own; got an assignment of leaf "
             f"{_name_of(new)!r}, or of its .data, to another .data, which would share the memory; "
@@ -148,16 +148,13 @@ def _set_data(first: Any, new: Any) -> None:
             leaf=_name_of(new),
         )
     whole = _plain(new)
-    if not isinstance(first, _LiveTensor):
-        _SET_DATA(first, whole)
-        return
     with torch.no_grad():
         if aliases := first._live.aliases(_name_of(first)):
             own = _copy_of(aliases[0])
             for alias in aliases:
                 alias._own = own
         _write(first, whole)
-    if isinstance(new, _LiveTensor) and new._param is first:
+    if is_live and new._param is first:
         new._own = None
         first._live.alias(_name_of(first), new)
 
