@@ -23,6 +23,7 @@ from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
+from zfun.interop.engine._live import live_of
 from zfun.interop.engine._torch_states import with_own_constants
 from zfun.recipes import Precision
 
@@ -402,6 +403,13 @@ def attach(
     inner = optimizer.optimizer
 
     def step(closure: Any = None) -> Any:
+        live = live_of(engine.module)
+        if live is None or live.owner is not engine:
+            raise OptionError(
+                "a model has one optimizer, the last one that prepare() got; got a step of another "
+                "one; pass one optimizer with a parameter group for each, as in torch.optim.AdamW("
+                '[{"params": body, "lr": 1e-4}, {"params": head, "lr": 1e-3}])'
+            )
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         optimizer._is_overflow = info is not None and info.skipped

@@ -94,24 +94,33 @@ def check_used(state: ZeroState, num_unused: Sequence[int], group: Group) -> Non
 def refuse_transforms() -> None:
     """Refuse to be traced or transformed, because a step reads numbers and starts collectives."""
     level = torch._C._functorch.peek_interpreter_stack()
-    if level is not None:
-        around = f"torch.func.{level.key().name.lower()}"
-    elif torch._C._get_tracing_state() is not None:
-        around = "torch.jit.trace"
-    elif (
-        torch.compiler.is_exporting()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    ):
-        around = "torch.export, make_fx or another tracer"
-    elif ops.is_capturing():
-        around = "the capture of a CUDA graph"
-    else:
-        return
-    raise ZfunError(
-        "a step reads numbers and starts collectives, so a step runs outside of transforms, traces "
-        f"and captures; got a call inside of {around}; transform, trace or capture the loss alone, "
-        "and differentiate with zf.vjp()"
-    )
+    around = _capture() if level is None else f"torch.func.{level.key().name.lower()}"
+    if around is not None:
+        raise ZfunError(
+            "a step reads numbers and starts collectives, so a step runs outside of transforms, "
+            f"traces and captures; got a call inside of {around}; transform, trace or capture the "
+            "loss alone, and differentiate with zf.vjp()"
+        )
+
+
+def refuse_captures() -> None:
+    """Refuse to be traced, because a trace would keep the parameters of now as constants."""
+    if (around := _capture()) is not None:
+        raise ZfunError(
+            "params() starts collectives, so it runs outside of traces and captures, which would "
+            f"keep the values of now as constants; got a call inside of {around}; call params() "
+            "before, and pass the tree to the function that you trace or capture"
+        )
+
+
+def _capture() -> str | None:
+    """Return the trace or capture that runs, in words."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if torch.compiler.is_exporting() or is_proxied:
+        return "torch.export, make_fx or another tracer"
+    return "the capture of a CUDA graph" if ops.is_capturing() else None
 
 
 def first_bad_leaf(grads: Flat) -> str | None:

@@ -21,6 +21,7 @@ from zfun.recipes._checks import (
     check_is_state,
     check_order,
     check_same_options,
+    refuse_captures,
     refuse_transforms,
 )
 from zfun.recipes._compose import gradient_of
@@ -188,6 +189,7 @@ class Loop:
         self, state: ZeroState, select: Callable[[str, Tensor], bool] | None = None
     ) -> tree.Tree:
         """Return the whole parameters, or some of them."""
+        refuse_captures()
         check_is_state(state)
         parts = (state.params, state.frozen, state.buffers)
         local = self.local

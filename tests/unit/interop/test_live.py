@@ -454,7 +454,7 @@ def test_many_reads_are_watched_a_part_at_a_time() -> None:
     with torch.no_grad():
         for _ in range(5000):
             net.head.weight.detach()
-        assert len(engine._live._read) <= 4096
+        assert len(engine._live._watched._seen) <= 4096
         net.head.weight.detach().zero_()
     with pytest.raises(PlacementError, match=r"leaf 'head\.weight' through a view or detach"):
         engine.state_dict()
@@ -728,3 +728,251 @@ def test_compiled_blocks_have_the_same_numbers(stage: int, form: str) -> None:
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-6)
     assert len(set(found[0])) == 4
+
+
+def swapped_in(net: Net, kept: dict[str, Any]) -> None:
+    """Train an average, swap the average in to evaluate, and swap it out: no copy is made."""
+    backup = {}
+    for name, p in net.named_parameters():
+        kept[name] = 0.5 * kept.get(name, p.data) + 0.5 * p.data
+    for name, p in net.named_parameters():
+        backup[name] = p.data
+        p.data = kept[name]
+    with torch.no_grad():
+        kept["out"] = net(torch.ones(1, WIDTH, dtype=torch.float64))
+    for name, p in net.named_parameters():
+        p.data = backup[name]
+
+
+def read_before_and_after(net: Net, kept: dict[str, Any]) -> None:
+    """The second norm is that of the new values, also where a gradient may follow."""
+    before = net.head.weight.norm().detach()
+    net.head.weight.data.mul_(0.5)
+    kept["norms"] = before, net.head.weight.norm().detach()
+
+
+def added_to_rows(net: Net, kept: dict[str, Any]) -> None:
+    net.head.weight.data[1] += 0.5
+    with torch.no_grad():
+        net.into.weight[0] *= 2.0
+
+
+@torch.no_grad()
+def by_any_kind_of_operation(net: Net, kept: dict[str, Any]) -> None:
+    F.relu(net.head.weight, inplace=True)
+    torch.ops.aten.mul_.Scalar(net.into.weight, 0.5)
+    places = torch.empty(0, dtype=torch.int64)
+    torch.max(torch.ones(2, WIDTH).double(), 0, out=(net.into.bias.data, places))
+
+
+def from_a_vector(net: Net, kept: dict[str, Any]) -> None:
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    nn.utils.vector_to_parameters(0.9 * vector.detach(), net.parameters())
+
+
+MEANT = [swapped_in, read_before_and_after, added_to_rows, by_any_kind_of_operation, from_a_vector]
+
+
+@pytest.mark.parametrize("write", MEANT)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_writes_between_the_steps_are_those_of_torch(stage: int, write: Any) -> None:
+    def train(net: Net, step: Callable[[Tensor], Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for data in batches(2):
+            step(torch.cat(data))
+            write(net, kept)
+        return kept | net.state_dict()
+
+    plain_net = made()
+    optimizer = torch.optim.SGD(plain_net.parameters(), 0.05)
+
+    def plain_step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        plain_net(x).square().mean().backward()
+        optimizer.step()
+
+    expected = train(plain_net, plain_step)
+
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.05), zero=stage, group=group)
+
+        def step(x: Tensor) -> None:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+        torch.testing.assert_close(train(net, step), expected, rtol=1e-7, atol=1e-10)
+
+    zf.simulate(RANKS, main)
+
+
+def by_hand(net: Net, x: Tensor) -> None:
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 0.1)
+
+
+def by_torch_func(net: Net, x: Tensor) -> None:
+    params = {name: 1.5 * p for name, p in net.named_parameters()}
+    torch.func.functional_call(net, params, (x,)).square().mean().backward()
+
+
+def of_a_copy(net: Net, x: Tensor) -> None:
+    """As in Reptile and in asynchronous actors."""
+    other = copy.deepcopy(net)
+    other(x).square().mean().backward()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        p.grad = q.grad
+
+
+def projected(net: Net, x: Tensor) -> None:
+    """As in PCGrad: each loss alone, and then a combination of the gradients."""
+    out = net(x)
+    own = []
+    for loss in (out.square().mean(), out.sum()):
+        net.zero_grad()
+        loss.backward(retain_graph=True)
+        own.append([p.grad.clone() for p in net.parameters()])  # pyrefly: ignore[missing-attribute]
+    net.zero_grad()
+    for p, first, second in zip(net.parameters(), *own, strict=True):
+        p.grad = first - 0.1 * second
+
+
+@pytest.mark.parametrize("gradients", [by_hand, by_torch_func, of_a_copy, projected])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_takes_gradients_that_no_backward_pass_of_the_engine_gave(
+    stage: int, gradients: Callable[[Net, Tensor], None]
+) -> None:
+    x = torch.cat(batches(1)[0])
+    plain_net = made()
+    optimizer = torch.optim.SGD(plain_net.parameters(), 0.05, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        gradients(plain_net, x)
+        optimizer.step()
+
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.05, momentum=0.9), zero=stage, group=group)
+        for _ in range(2):
+            gradients(net, x)
+            assert engine.is_boundary
+            assert engine.step() is not None
+        assert_trained(dict(net.state_dict()), plain_net.state_dict(), made().state_dict())
+
+    zf.simulate(RANKS, main)
+
+
+AROUND: dict[str, Callable[[Net, Tensor], Any]] = {
+    "numpy": lambda net, old: net.head.weight.detach().numpy().fill(1.0),
+    "numpy of .data": lambda net, old: net.head.weight.data.numpy().fill(1.0),
+    "numpy of a view": lambda net, old: net.head.weight.detach()[1:].T.numpy().fill(1.0),
+    "a state dict": lambda net, old: net.state_dict()["head.weight"].numpy().fill(1.0),
+    "dlpack": lambda net, old: torch.from_dlpack(net.head.weight.detach()).zero_(),
+    "set_": lambda net, old: net.head.weight.set_(torch.ones(WIDTH, WIDTH).double()),  # pyrefly: ignore[bad-argument-type]
+    "swap_tensors": lambda net, old: torch.utils.swap_tensors(
+        net.head.weight, nn.Parameter(torch.ones(WIDTH, WIDTH).double())
+    ),
+    "an old detach()": lambda net, old: old.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("way", AROUND)
+@EACH_STAGE
+def test_a_write_that_no_operation_on_the_parameter_makes_is_refused(stage: int, way: str) -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        old = net.head.weight.detach()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        x = batches()[0][group.rank]
+        engine.backward(engine(x).sum())
+        engine.step()
+        with torch.no_grad():
+            AROUND[way](net, old)
+        with pytest.raises(PlacementError, match=r"leaf 'head\.weight' through a view or detach"):
+            engine(x)
+
+    zf.simulate(RANKS, main)
+
+
+@EACH_STAGE
+def test_a_parameter_does_not_take_the_memory_of_another(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        with pytest.raises(PlacementError, match=r"leaf 'head\.weight'.*assign a clone\(\)"):
+            net.into.weight.data = net.head.weight.data
+        engine.close()
+
+    zf.simulate(RANKS, main)
+
+
+class Constrained(nn.Linear):
+    """Keeps the weight small, as a layer of EEGNet does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
+        if self.way == "assignment":
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.1)
+        elif self.way == "in place":
+            self.weight.data.clamp_(-0.1, 0.1)
+        else:
+            self.weight.detach().numpy()[0] = 0.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["assignment", "in place", "numpy"])
+@pytest.mark.parametrize(("stage", "grads"), [(0, True), (2, True), (3, True), (3, False)])
+def test_a_call_that_writes_its_parameters_is_refused_by_name(
+    stage: int, grads: bool, way: str
+) -> None:
+    def main(group: zf.Group) -> None:
+        net = Constrained(way).double()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        refused = pytest.raises(PlacementError, match=r"in place on leaf 'weight'; write between")
+        with torch.set_grad_enabled(grads), refused:
+            engine(batches()[0][group.rank])
+
+    zf.simulate(RANKS, main)
+
+
+def test_a_write_between_a_call_and_its_backward_pass_is_refused_by_name() -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=3, group=group)
+        loss = engine(batches()[0][group.rank]).sum()
+        net.head.weight.data.mul_(0.5)
+        with pytest.raises(PlacementError, match=r"write to leaf 'head\.weight' between a call"):
+            engine.backward(loss)
+
+    zf.simulate(RANKS, main)
+
+
+def test_a_module_whose_parameters_are_all_replaced_is_refused_by_name() -> None:
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=3, group=group)
+        net.load_state_dict(made().state_dict(), assign=True)
+        net(batches()[0][group.rank]).sum().backward()
+        with pytest.raises(zf.errors.OptionError, match=r"got another one at 'into\.weight'"):
+            engine.step()
+
+    zf.simulate(RANKS, main)
+
+
+def test_values_that_code_reads_are_not_kept() -> None:
+    """The watch for writes keeps as many gathered values as the code does."""
+
+    def main(group: zf.Group) -> None:
+        net = made()
+        engine = Engine(net, optim.sgd(0.1), zero=3, group=group)
+        with torch.no_grad():
+            for _ in range(20):
+                net.head.weight.detach()
+        assert len(engine._live._watched._held) <= 1
+        engine(batches()[0][group.rank])
+        assert not engine._live._watched._held
+
+    zf.simulate(RANKS, main)

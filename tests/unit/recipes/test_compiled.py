@@ -236,6 +236,18 @@ def test_a_step_inside_of_a_transform_or_a_trace_is_refused(name: str, stage: in
     zero.step(state, BATCH)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["jit", "make_fx", "export"])
+def test_the_parameters_inside_of_a_trace_are_refused(name: str, stage: int) -> None:
+    """The trace would have their values as constants."""
+    around, words = AROUND[name]
+    zero = zero_of(stage)
+    state = zero.init(params())
+    with pytest.raises(zf.errors.ZfunError, match=f"params.*got a call inside of {words}; .*befor"):
+        around(lambda x: loss_fn(zero.params(state), x))
+    assert_same_bits(zero.params(state), params())
+
+
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Say that the thread captures a CUDA graph; no GPU takes part."""
@@ -244,7 +256,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["init", "step", "vjp", "update"])
+@pytest.mark.parametrize("name", ["init", "step", "vjp", "update", "params"])
 def test_the_capture_of_a_step_is_refused(
     stage: int, name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -256,6 +268,7 @@ def test_the_capture_of_a_step_is_refused(
         "step": lambda: zero.step(state, BATCH),
         "vjp": lambda: zero.vjp(loss_fn, state, BATCH),
         "update": lambda: zero.update(state, pullback(torch.ones(())), loss, buffers),
+        "params": lambda: zero.params(state),
     }
     request.getfixturevalue("capture")
     with pytest.raises(zf.ZfunError, match="got a call inside of the capture of a CUDA graph"):

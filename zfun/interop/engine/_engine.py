@@ -389,15 +389,15 @@ class Engine(Passes):
             ZfunError: no gradients since the last step.
         """
         self._settle()
-        if not self._sum.num_passes:
-            # A loop without calls.
+        if not self._sum.num_passes:  # A loop without calls.
             self._regroup()
         if not self.has_grads:
+            self._check_same()
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "
                 "engine.backward(loss) first"
             )
-        if not (self._is_boundary if boundary is None else boundary):
+        if not (self.is_boundary if boundary is None else boundary):
             return None
         self._check_step()
         grads, loss, told = self._collected()

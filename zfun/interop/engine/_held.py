@@ -125,6 +125,7 @@ class HeldModule:
 
     def _show(self) -> None:
         """Let the module's parameters be the values of the state, below stage 3 and in bound()."""
+        self._live.renew()
         if self._is_sharded:
             if names := frozenset(self._params if self._is_bound else self._extra):
                 self._live.show(whole_values(self._state, names))
@@ -225,6 +226,7 @@ class HeldModule:
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of a leaf from rank 0; every rank must call."""
         self._check_writable("a write")
+        self._live.check_read()
         value = broadcast(value.detach().contiguous(), sum_group(self._group), 0, name="written")
         self.replace({name: value})
 
@@ -314,3 +316,13 @@ class HeldModule:
         """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""
         self._check_writable("set_hyperparams()")
         self._state = optim.set_hyperparams(self._state, **values)
+
+
+class Taken:
+    """The state of an engine whose module another engine has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OptionError(
+            "an engine goes on while it has its module; got one whose module a later engine has "
+            "taken; use the later engine"
+        )

@@ -19,7 +19,6 @@ the step sums it over the ranks.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zfun import ops
 from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter
+from zfun.interop.engine._reads import LiveParameters
+from zfun.interop.engine._watched import Watched, checksum
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
-
-# As many values that were gathered outside of calls are watched at a time.
-_MAX_WATCHED = 4096
 
 
 def check_free(module: nn.Module) -> None:
@@ -62,69 +61,6 @@ def alive(engine: weakref.ref[Any], what: str) -> Any:
             f"{what} is with an engine; got one whose engine is gone; keep the engine"
         )
     return found
-
-
-class LiveParameters(dict[str, Any]):
-    """The parameters of one module; an item is the tensor of the call that runs.
-
-    ``items()``, ``values()`` and ``in`` are those of the parameters themselves.
-    """
-
-    __slots__ = ("live", "names", "swapped")
-
-    def __init__(self, params: Mapping[str, Any], live: LiveModule) -> None:
-        super().__init__(params)
-        self.live = live
-        # The names of those parameters that the state has.
-        self.names = {key: name for key, x in params.items() if (name := live.name_of(x))}
-        # Parameters in whose place another tensor stands for a while, and what a read gave then.
-        self.swapped: dict[str, tuple[Any, Any]] = {}
-
-    def __getitem__(self, key: str) -> Any:
-        live = self.live
-        bound = live.bound
-        if bound is not None:
-            name = self.names.get(key)
-            if name is not None:
-                value = bound[name]
-                if type(value) is LazyLeaf:
-                    value = tensor_of(value)
-                return live.read(name, value) if live.is_special else value
-        elif live.kept is not None:
-            return live.of_call(super().__getitem__(key))
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: str, param: Any) -> None:
-        # Code that swaps tensors for a while, as functional_call does, gives back what it read.
-        own, read = self.swapped.get(key, (None, None))
-        if own is not None and _is_same(param, read):
-            param = own
-            del self.swapped[key]
-        elif key in self.names and self.live.name_of(param) is None:
-            own, read = super().__getitem__(key), self[key]
-            if _is_same(param, read):
-                return
-            self.swapped[key] = own, read
-        super().__setitem__(key, param)
-        self.names.pop(key, None)
-        if name := self.live.name_of(param):
-            self.names[key] = name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: copy.deepcopy(param, memo) for key, param in self.items()}
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self.items()),)
-
-
-def _is_same(value: Any, read: Any) -> bool:
-    """Whether a value is what a read gave, or such a value without gradient."""
-    if value is read or not (isinstance(value, Tensor) and isinstance(read, Tensor)):
-        return value is read
-    with torch._C.DisableTorchFunctionSubclass():
-        has_gradient = value.requires_grad or read.requires_grad
-        same_shape = not has_gradient and value.shape == read.shape
-        return same_shape and value.data_ptr() == read.data_ptr()
 
 
 class LiveModule:
@@ -165,7 +101,12 @@ class LiveModule:
         self._hooked: set[int] = set()
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
-        self._read: list[tuple[str, Tensor, int]] = []
+        self._watched = Watched()
+        self._aliases: dict[str, list[weakref.ref[Any]]] = {}
+        # The names of strays with an old value.
+        self._stale: set[str] = set()
+        # In a call that is checked for writes, the values that the call has read, by name.
+        self._sums: dict[str, int] | None = None
         for part in module.modules():
             part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
         for param in params.values():
@@ -211,9 +152,15 @@ class LiveModule:
                         setattr(part, name, entry.own)
 
     @contextlib.contextmanager
-    def lending(self, tensors: Mapping[str, Any], *, keeps: bool) -> Iterator[None]:
-        """Let the module read these tensors, which backward may read later if it ``keeps`` them."""
+    def lending(
+        self, tensors: Mapping[str, Any], *, keeps: bool, checks: bool = False
+    ) -> Iterator[None]:
+        """Let the module read these tensors, which backward may read later if it ``keeps`` them.
+
+        If it ``checks``, a read refuses what the call has written before.
+        """
         before, self.bound = self.bound, tensors
+        self._sums = {} if checks else None
         marks = self._quiet, self._hooks
         self.read_without_gradient = set()
         with torch._C.DisableTorchFunctionSubclass():
@@ -224,7 +171,7 @@ class LiveModule:
         try:
             yield
         finally:
-            self.bound = before
+            self.bound, self._sums = before, None
             if keeps:
                 self.kept = tensors
                 self._hooked.clear()
@@ -234,6 +181,10 @@ class LiveModule:
 
     def read(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of a call, or what the parameter's hooks and marks make of it."""
+        if self._sums is not None and not ops.is_abstract(value):
+            total = checksum(value)
+            if self._sums.setdefault(name, total) != total:
+                raise _written_in_call(name)
         if value.requires_grad:
             if name in self._quiet:
                 value = value.detach()
@@ -263,10 +214,20 @@ class LiveModule:
         with torch._C.DisableTorchFunctionSubclass():
             requires_grad = param.requires_grad
         if not (torch.is_grad_enabled() and requires_grad):
-            return self._values().gathered(name)
+            return self._gathered(name)
         if name not in self.strays:
-            self.strays[name] = self._values().gathered(name).requires_grad_()
+            self.strays[name] = self._gathered(name).requires_grad_()
+        elif name in self._stale:
+            # The same leaf, which has gradients already.
+            self.strays[name].data = self._gathered(name)
+        self._stale.discard(name)
         return self.strays[name]
+
+    def _gathered(self, name: str) -> Tensor:
+        # With a count of writes of its own.
+        value = self._values().gathered(name).data
+        self.watch(name, value, is_kept=False)
+        return value
 
     def show_grads(self, param: nn.Parameter) -> None:
         """Let ``.grad`` have the gradients, outside of calls and of backward."""
@@ -286,11 +247,7 @@ class LiveModule:
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of rank 0; every rank must call."""
         if self.bound is not None:
-            raise PlacementError(
-                "a call reads parameters, and does not write them; got an operation in place on "
-                f"leaf {name!r}; write between the steps",
-                leaf=name,
-            )
+            raise _written_in_call(name)
         own, new = self._params[name], (value.shape, value.dtype, value.device)
         with torch._C.DisableTorchFunctionSubclass():
             old = own.shape, own.dtype, own.device
@@ -305,7 +262,8 @@ class LiveModule:
     @property
     def is_special(self) -> bool:
         """Whether a read of the call that runs needs more than the tensor."""
-        return bool(self._quiet or self._hooks or self.marks) or not torch.is_grad_enabled()
+        is_marked = self._quiet or self._hooks or self.marks or self._sums is not None
+        return bool(is_marked) or not torch.is_grad_enabled()
 
     @property
     def owner(self) -> Any:
@@ -329,6 +287,7 @@ class LiveModule:
                 number = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
                 empty = torch.full((), number, dtype=dtype, device=param.device)
                 param.data = empty.expand(param.shape)
+            self._versions[name] = param._version
         self._hidden |= dtypes.keys()
 
     def show(self, values: Mapping[str, Tensor]) -> None:
@@ -352,39 +311,75 @@ class LiveModule:
         for name in names:
             LiveParameter.adopt(self._params[name], self)
 
+    def renew(self) -> None:
+        """Know that the state has other values."""
+        self._stale = set(self.strays)
+        self._watched.accept()
+
     def check_unwritten(self) -> None:
         """Refuse a write that went around the parameter, because ranks may share the memory."""
         for name, version in self._versions.items():
             param = self._shown[name]
             with torch._C.DisableTorchFunctionSubclass():
-                is_written = param._version != version and name not in self._hidden
+                is_other = name in self._params and type(param) is not LiveParameter
+                is_written = param._version != version or is_other
             if is_written:
-                raise self._written(name)
-        seen = self._read.copy()
-        self._read.clear()
-        for name, counter, version in seen:
-            if counter._version != version:
-                raise self._written(name)
+                raise _written(name)
+        self.check_read()
 
-    def _written(self, name: str) -> PlacementError:
-        return PlacementError(
-            "a parameter of an engine is written by an operation in place on the parameter or its "
-            f".data, between the steps; got a write to leaf {name!r} through a view or detach(), "
-            "which would be lost; write to the parameter under torch.no_grad()",
-            leaf=name,
-        )
+    def check_read(self) -> None:
+        """Refuse a write to a value that was read outside of calls."""
+        if name := self._watched.check():
+            raise _written(name)
 
-    def watch(self, name: str, value: Tensor) -> None:
-        """Notice later writes to a value that was gathered outside of calls, or to a view of it."""
-        if len(self._read) >= _MAX_WATCHED:
-            self.check_unwritten()
-        # An alias without the memory shares the count of writes, also when the value is gone.
-        counter = value.detach()
-        counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
-        self._read.append((name, counter, value._version))
+    def watch(self, name: str, value: Tensor, *, is_kept: bool = True) -> None:
+        """Notice later writes to a value that was read outside of calls, or to a view of it."""
+        is_own = self.is_hidden(name)
+        if written := self._watched.add(name, value, is_own=is_own, is_kept=is_kept):
+            raise _written(written)
+
+    def alias(self, name: str, data: Tensor) -> None:
+        """Know a ``.data`` that a parameter has given out."""
+        self._aliases[name] = [*map(weakref.ref, self.aliases(name)), weakref.ref(data)]
+
+    def aliases(self, name: str) -> list[Any]:
+        """Return those that code still holds, and forget them."""
+        refs = self._aliases.pop(name, ())
+        return [x for ref in refs if (x := ref()) is not None]
+
+    def give_back(self, value: Any) -> None:
+        """Know that code writes a value, which was read before, into the parameter."""
+        self._watched.drop(value)
 
     def _values(self) -> Any:
         return alive(self._owner, "the value of a sharded parameter")
+
+
+def _written_in_call(name: str) -> PlacementError:
+    return PlacementError(
+        "a call reads parameters, and does not write them; got an operation in place on leaf "
+        f"{name!r}; write between the steps",
+        leaf=name,
+    )
+
+
+def _written(name: str) -> PlacementError:
+    return PlacementError(
+        "a parameter of an engine is written by an operation in place on the parameter or its "
+        f".data, between the steps; got a write to leaf {name!r} through a view or detach(), an "
+        "array of numpy, set_() or swap_tensors(), which would be lost; write to the parameter "
+        "under torch.no_grad()",
+        leaf=name,
+    )
+
+
+def refuse_stale_backward(name: str) -> None:
+    """Refuse a backward pass through a parameter that has another value now."""
+    raise PlacementError(
+        "backward uses the parameters of the forward pass; got a write to leaf "
+        f"{name!r} between a call and its backward pass; write before the call, or after backward",
+        leaf=name,
+    )
 
 
 def _refuse_old(name: str, param: Tensor) -> None:

@@ -28,6 +28,8 @@ class _LiveTensor:
     _live: Any
     # The parameter: the object itself, or that of which the object is the data.
     _param: Any
+    # The value of a .data from before another one was assigned.
+    _own: Tensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -51,26 +53,21 @@ class _LiveTensor:
             if func == _GET_DATA:
                 return _data_of(first)
             if func == _SET_DATA:
-                if args[1] is not first and args[1] is not first._param:
-                    with torch.no_grad():
-                        _write(first, _plain(args[1]))
-                return None
+                return _set_data(first, args[1])
             if changes_nothing(func, args, kwargs):
                 return first
         # In this order, because a compiler knows no names of functions.
-        if any(isinstance(x, _LiveTensor) for x in _several(first)) and _is_in_place(func):
+        writes = any(isinstance(x, _LiveTensor) for x in _several(first))
+        if writes and (_is_in_place(func) or kwargs.get("inplace") is True):
             return _in_place(func, first, args[1:], kwargs)
         _check(func, args)
-        out = kwargs.get("out")
-        if isinstance(out, _LiveTensor):
-            rest = {key: _plain(value) for key, value in kwargs.items() if key != "out"}
-            _write(out, func(*map(_plain, args), **rest))
-            return out
+        if any(isinstance(x, _LiveTensor) for x in _several(kwargs.get("out"))):
+            return _into(func, args, kwargs)
         given = [_plain(x) for x in args], {key: _plain(x) for key, x in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*given[0], **given[1])
-        if isinstance(first, _LiveTensor):
-            _watch_views(first, given[0][0], found)
+            if isinstance(first, _LiveTensor):
+                return _watched(func, first, given[0][0], found)
         return found
 
 
@@ -133,8 +130,33 @@ def _name_of(value: Any) -> str:
 def _data_of(value: Any) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = torch.Tensor._make_subclass(LiveData, value._param.detach())
-    made._live, made._param = value._live, value._param
+    made._live, made._param, made._own = value._live, value._param, value._own
+    made._live.alias(_name_of(made), made)
     return made
+
+
+def _set_data(first: Any, new: Any) -> None:
+    """Assign ``.data``; what ``.data`` gave before keeps the old value, as in torch."""
+    is_live = isinstance(new, _LiveTensor)
+    if is_live and new._own is None:
+        if new._param is first._param:
+            return
+        raise PlacementError(
+            "a parameter of an engine has memory of its own; got an assignment of leaf "
+            f"{_name_of(new)!r}, or of its .data, to another .data, which would share the memory; "
+            "assign a clone()",
+            leaf=_name_of(new),
+        )
+    whole = _plain(new)
+    with torch.no_grad():
+        if aliases := first._live.aliases(_name_of(first)):
+            own = _copy_of(aliases[0])
+            for alias in aliases:
+                alias._own = own
+        _write(first, whole)
+    if is_live and new._param is first:
+        new._own = None
+        first._live.alias(_name_of(first), new)
 
 
 def _plain(value: Any) -> Any:
@@ -152,6 +174,8 @@ def _copy_of(value: Any) -> Tensor:
 
 
 def _read(value: Any) -> Tensor:
+    if value._own is not None:
+        return value._own
     param, live = value._param, value._live
     is_data = value is not param
     found = live.of_call(param)
@@ -168,6 +192,9 @@ def _read(value: Any) -> Tensor:
 
 
 def _write(value: Any, whole: Tensor) -> None:
+    if value._own is not None:
+        value._own.copy_(whole)
+        return
     value._live.write(_name_of(value), whole)
 
 
@@ -176,7 +203,8 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = _name(func)
+    # An overload of an operator has its own name after a dot.
+    name = _name(func).partition(".")[0]
     ends = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
     return ends or name == "__setitem__"
 
@@ -191,6 +219,9 @@ def _in_place(
 ) -> Any:
     """Run an operation in place on copies, and write the copies."""
     own = _several(first)
+    if func == torch.Tensor.__setitem__ and isinstance(first, _LiveTensor):
+        # As in `p[0] += 1`.
+        first._live.give_back(rest[1])
     with torch._C.DisableTorchFunctionSubclass():
         has_grad = any(isinstance(x, LiveParameter) and x.requires_grad for x in own)
     # Functions of torch.nn.init switch gradients off themselves.
@@ -253,16 +284,32 @@ def refuse_hook(name: str) -> None:
     )
 
 
-def _watch_views(first: Any, read: Any, found: Any) -> None:
-    """Notice later writes to views of a value that was gathered for one operation."""
-    name = _name_of(first)
-    if not first._live.is_hidden(name):
-        return
-    for x in _several(found):
+def _into(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation with ``out=`` on copies, and write the copies."""
+    out = kwargs["out"]
+    whole = [_copy_of(x) if isinstance(x, _LiveTensor) else x for x in _several(out)]
+    rest = {key: _plain(value) for key, value in kwargs.items() if key != "out"}
+    func(*map(_plain, args), **rest, out=whole[0] if isinstance(out, Tensor) else tuple(whole))
+    for x, value in zip(_several(out), whole, strict=True):
+        if isinstance(x, _LiveTensor):
+            _write(x, value)
+    return out
+
+
+def _watched(func: Callable[..., Any], first: Any, read: Any, found: Any) -> Any:
+    """Return the result of an operation, and notice later writes to the parameter's memory."""
+    name, live = _name_of(first), first._live
+    if live.bound is not None or first._own is not None:
+        return found
+    for x in (read,) if func in _ARRAYS else _several(found):
         # A detached tensor is no view for autograd, but has the same memory.
         is_value = isinstance(x, Tensor) and not x.requires_grad
         if is_value and _memory_of(x) == _memory_of(read):
-            first._live.watch(name, x)
+            if func == torch.Tensor.__getitem__:
+                # Memory that ranks share, or that is watched, stays as it is in `p[0] += 1`.
+                found = x = x.clone()
+            live.watch(name, x)
+    return found
 
 
 def _memory_of(value: Tensor) -> int:
@@ -282,6 +329,7 @@ def _refuse_hidden(value: Any, name: str) -> None:
 
 # Kernels of other libraries ask for these.
 _MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
+_ARRAYS = frozenset([torch.Tensor.numpy, torch.Tensor.__array__])
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _GET_DATA = torch.Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
 _SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]

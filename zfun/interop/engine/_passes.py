@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun.errors import OptionError, ZfunError
+from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
-from zfun.interop.engine._held import HeldModule
+from zfun.interop.engine._held import HeldModule, Taken
+from zfun.interop.engine._live import refuse_stale_backward
 from zfun.interop.engine._running import run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
 from zfun.recipes import StepInfo, Zero, ZeroState
@@ -105,6 +107,14 @@ class Passes(HeldModule):
             )
         self._count(total.detach(), weight, 1.0 if scale is None else scale)
 
+    def write(self, name: str, value: Tensor) -> None:
+        """Take a whole value of a leaf from rank 0; every rank must call."""
+        super().write(name, value)
+        if self._is_sharded:
+            # Backward may gather the new value, or have the old one.
+            for tape in self._open_tapes():
+                tape.check = functools.partial(refuse_stale_backward, name)
+
     def _count(self, total: Tensor, weight: Any, scale: float) -> None:
         self._sum.count(total, weight, scale)
         self._is_boundary = not self._defers and self._sum.num_passes >= self.accumulate
@@ -166,7 +176,9 @@ class Passes(HeldModule):
     @property
     def is_boundary(self) -> bool:
         """Whether the next call of :meth:`step` changes the parameters."""
-        return self._is_boundary
+        # Gradients that code has assigned to .grad come from no backward pass.
+        is_assigned = not (self._sum.num_passes or self._defers) and self.has_grads
+        return self._is_boundary or is_assigned
 
     def _collected(self) -> tuple[Flat, Tensor, Told]:
         """Return the gradients and the loss of the step, and what else ranks have told."""
@@ -251,6 +263,7 @@ class Passes(HeldModule):
 
     def _check_step(self) -> None:
         self._check_same()
+        self._live.check_unwritten()
         self._check_here("a step", "parameters", "the optimizer's state")
         self._check_writable("a step")
         if self._groups is not None:
@@ -413,7 +426,7 @@ class Passes(HeldModule):
         self._begin()
         self._release()
         rest: Any = self._state._replace(opt_state=None, buffers=None)
-        self._state, self.has_module = _Taken(), False  # pyrefly: ignore[bad-assignment]
+        self._state, self.has_module = Taken(), False  # pyrefly: ignore[bad-assignment]
         own = {id(param) for param in self.module.parameters()}
         params = {name: x for name, x in self.leaves.items() if id(x) in own}
         return deferred_values(rest, params) if self._is_sharded else {}
@@ -431,13 +444,3 @@ class Passes(HeldModule):
         """
         self.replace(values, strict=True)
         self._begin()
-
-
-class _Taken:
-    """The state of an engine whose module another engine has."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise OptionError(
-            "an engine goes on while it has its module; got one whose module a later engine has "
-            "taken; use the later engine"
-        )

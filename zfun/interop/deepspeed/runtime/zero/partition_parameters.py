@@ -37,6 +37,7 @@ from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
 )
 from zfun.interop.ds_config._read import read
 from zfun.interop.engine._parameter import NO_VALUES
+from zfun.interop.engine._watched import is_shared
 from zfun.ops import fingerprint
 
 # transformers replaces the second name, in which DeepSpeed's Init wraps torch's constructors. Init
@@ -241,8 +242,8 @@ class _TouchedParams(TorchFunctionMode):
         del told(param)._zfun_shut
         whole = param.detach()
         context.__exit__(None, None, None)
-        self._seen = [(x, old) for x, old in self._seen if _is_shared(x)]
-        if _is_shared(whole):
+        self._seen = [(x, old) for x, old in self._seen if is_shared(x)]
+        if is_shared(whole):
             self._seen.append((whole, fingerprint(whole)))
 
     def close(self) -> None:
@@ -257,11 +258,6 @@ class _TouchedParams(TorchFunctionMode):
                 f"got {len(late)} written later, the first of shape {tuple(late[0].shape)}; write "
                 "under zero.GatheredParameters(param, modifier_rank=0), after the model is made"
             )
-
-
-def _is_shared(value: Tensor) -> bool:
-    """Return whether another tensor has the memory of this one."""
-    return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
 def _folder_of(values: Mapping[str, Any], remote_device: str | None) -> Path | None:

@@ -1,0 +1,75 @@
+"""The parameters of a part of a live module, as the module's own code reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfun.transforms.call._lazy import LazyLeaf, tensor_of
+
+
+class LiveParameters(dict[str, Any]):
+    """The parameters of one module; an item is the tensor of the call that runs.
+
+    ``items()``, ``values()`` and ``in`` are those of the parameters themselves.
+    """
+
+    __slots__ = ("live", "names", "swapped")
+
+    def __init__(self, params: Mapping[str, Any], live: Any) -> None:
+        super().__init__(params)
+        self.live = live
+        # The names of those parameters that the state has.
+        self.names = {key: name for key, x in params.items() if (name := live.name_of(x))}
+        # Parameters in whose place another tensor stands for a while, and what a read gave then.
+        self.swapped: dict[str, tuple[Any, Any]] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        live = self.live
+        bound = live.bound
+        if bound is not None:
+            name = self.names.get(key)
+            if name is not None:
+                value = bound[name]
+                if type(value) is LazyLeaf:
+                    value = tensor_of(value)
+                return live.read(name, value) if live.is_special else value
+        elif live.kept is not None:
+            return live.of_call(super().__getitem__(key))
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, param: Any) -> None:
+        # Code that swaps tensors for a while, as functional_call does, gives back what it read.
+        own, read = self.swapped.get(key, (None, None))
+        if own is not None and _is_same(param, read):
+            param = own
+            del self.swapped[key]
+        elif key in self.names and self.live.name_of(param) is None:
+            own, read = super().__getitem__(key), self[key]
+            if _is_same(param, read):
+                return
+            self.swapped[key] = own, read
+        super().__setitem__(key, param)
+        self.names.pop(key, None)
+        if name := self.live.name_of(param):
+            self.names[key] = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(param, memo) for key, param in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
+
+
+def _is_same(value: Any, read: Any) -> bool:
+    """Whether a value is what a read gave, or such a value without gradient."""
+    if value is read or not (isinstance(value, Tensor) and isinstance(read, Tensor)):
+        return value is read
+    with torch._C.DisableTorchFunctionSubclass():
+        has_gradient = value.requires_grad or read.requires_grad
+        same_shape = not has_gradient and value.shape == read.shape
+        return same_shape and value.data_ptr() == read.data_ptr()

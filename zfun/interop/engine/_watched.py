@@ -1,0 +1,100 @@
+"""Values of parameters that code has read, which it must not write: the state would miss that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfun import ops
+
+# As many values are watched at a time.
+_MAX_WATCHED = 4096
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Watched:
+    """Values that were read outside of calls, until the next :meth:`check`."""
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+        # Those whose memory is not let go.
+        self._held: list[_Seen] = []
+        self._max_held = 1
+
+    def add(self, name: str, value: Tensor, *, is_own: bool, is_kept: bool) -> str | None:
+        """Watch a value, and return the name of a leaf that was written if there are too many.
+
+        ``is_own`` says that the memory is not the state's, and ``is_kept`` that code gets the
+        value, and may pass the memory on.
+        """
+        seen = _Seen(name, value, is_own=is_own, is_kept=is_kept)
+        self._seen.append(seen)
+        if is_own and is_kept:
+            if len(self._held) >= self._max_held:
+                self._held = [x for x in self._held if x.is_held()]
+                self._max_held = 2 * len(self._held) + 1
+            self._held.append(seen)
+        return self.check() if len(self._seen) >= _MAX_WATCHED else None
+
+    def drop(self, value: object) -> None:
+        """Let code write a value, because it gives the value back."""
+        if isinstance(value, Tensor):
+            self._seen = [x for x in self._seen if not x.is_of(value)]
+
+    def accept(self) -> None:
+        """Accept what the memory of the state has now, because the state has changed."""
+        for x in self._seen:
+            if not x.is_own:
+                x.memory = None
+
+    def check(self) -> str | None:
+        """Return the name of a leaf of which a value or a view was written, and forget all."""
+        seen, self._seen = self._seen, list[_Seen]()
+        self._held.clear()
+        return next((x.name for x in seen if x.is_written()), None)
+
+
+class _Seen:
+    """One value. Arrays of numpy write it without a count in the version."""
+
+    def __init__(self, name: str, value: Tensor, *, is_own: bool, is_kept: bool) -> None:
+        self.name, self.is_own, self._is_changed = name, is_own, False
+        # An alias without the memory shares the count of writes, also when the value is gone.
+        self._counter = value.detach()
+        self._counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
+        self._version = value._version
+        # Another device has no arrays.
+        has_arrays = is_kept and value.is_cpu and not ops.is_abstract(value)
+        self.memory = value.data if has_arrays else None
+        self._total = 0 if self.memory is None else checksum(self.memory)
+
+    def is_of(self, value: Tensor) -> bool:
+        """Whether this is a value, which has the memory alone."""
+        return self.memory is not None and self.memory.data_ptr() == value.data_ptr()
+
+    def is_held(self) -> bool:
+        """Whether code holds the memory; else look at it once more, and let it go."""
+        if self.memory is not None and not is_shared(self.memory):
+            self._look()
+        return self.memory is not None
+
+    def _look(self) -> None:
+        if self.memory is not None:
+            self._is_changed |= checksum(self.memory) != self._total
+            self.memory = None
+
+    def is_written(self) -> bool:
+        """Whether the value or a view of it was written since."""
+        self._look()
+        return self._is_changed or self._counter._version != self._version
+
+
+def is_shared(value: Tensor) -> bool:
+    """Whether another tensor has the memory of this one."""
+    return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
+
+
+def checksum(value: Tensor) -> int:
+    """Return a number that a change of elements changes, in all likelihood."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
+    return int(flat.view(_INTEGERS[flat.element_size()]).sum())
