@@ -230,8 +230,9 @@ class _StyledLoss:
         globs = [glob_of(path, self.styles) for path in paths]
         default = None if self.sequence_dim is None else _SEQUENCE
         unused = [glob for glob in self.styles if glob not in globs]
-        # The tree of a stage of a pipeline has holes for the leaves of others.
-        is_part = None in tree.leaves(params, is_leaf=lambda x: x is None)
+        # The tree of a stage of a pipeline has holes for the leaves of others. (``None in`` would
+        # compare values, for which stage 3 gathers all leaves.)
+        is_part = any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None))
         if unused and not is_part and not model_axes(self.loss):
             raise OptionError(
                 f"each style of a plan has a leaf; got {unused[0]!r}: "

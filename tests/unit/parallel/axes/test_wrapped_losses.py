@@ -154,3 +154,32 @@ def test_a_stage_without_used_leaves_beside_gradients_of_zero(is_used: bool) -> 
 
     expected = 0.0 if is_used else "a loss must use its parameters; "
     assert zf.simulate(4, main) == [expected] * 4
+
+
+def test_a_tensor_axis_gathers_what_the_data_axis_alone_gathers() -> None:
+    """A layer at a time, in the first step and in the next."""
+    layers = {str(n): {"up": torch.eye(4), "down": torch.eye(4)} for n in range(3)}
+
+    def loss(held: Any, x: Tensor) -> Tensor:
+        for layer in held.values():
+            x = x + F.linear(F.linear(x, layer["up"]), layer["down"])
+        return x.square().mean()
+
+    def main(group: zf.Group, tp: int) -> list[list[tuple[str, str]]]:
+        mesh = zf.mesh(group, dp=2, tp=tp)
+        log = zf.record(mesh["dp"])
+        plan = {"*.up": "colwise", "*.down": "rowwise"}
+        whole = zf.tensor_parallel(loss, mesh["tp"], plan) if tp > 1 else loss
+        zero = zf.zero(3, whole, optim.sgd(0.1), log, bucket_bytes=1)
+        state, found = zero.init(layers), []
+        for _ in range(3):
+            begin = len(log.log)
+            state, _ = zero.step(state, torch.ones(2, 4))
+            sent = [(entry.kind, entry.part) for entry in log.log[begin:]]
+            found.append([x for x in sent if "bucket" in x[1]])
+        return found
+
+    (expected, *_), found = zf.simulate(2, main, 1), zf.simulate(4, main, 2)
+    # Six sums, and twelve gathers; later steps keep the last two buckets of forward.
+    assert [len(step) for step in expected] == [18, 16, 16]
+    assert found == [expected] * 4
