@@ -9,6 +9,9 @@ from zfun import ops
 
 # As many values are watched at a time.
 _MAX_WATCHED = 4096
+# Elements that are looked at together.
+_PIECE = 1 << 16
+_FACTOR = 0x9E3779B1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -95,6 +98,15 @@ def is_shared(value: Tensor) -> bool:
 
 
 def checksum(value: Tensor) -> int:
-    """Return a number that a change of elements changes, in all likelihood."""
+    """Return a number that a change of elements or of their order changes, in all likelihood.
+
+    It takes a few passes over the memory, a tenth of :func:`zfun.ops.fingerprint`.
+    """
     flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
-    return int(flat.view(_INTEGERS[flat.element_size()]).sum())
+    words = flat.view(_INTEGERS[flat.element_size()])
+    # Odd, so that no product loses a bit; all sums wrap around.
+    places = (2 * torch.arange(min(_PIECE, len(words)), device=words.device) + 1).to(words.dtype)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for piece in words.split(_PIECE):
+        total = total * _FACTOR + (piece * places[: len(piece)]).sum()
+    return int(total)
