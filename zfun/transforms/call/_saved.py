@@ -165,8 +165,8 @@ class SavedViews:
         for root in todo:
             if root in nodes:
                 ready[nodes[root]] = first
-        while todo:
-            node = todo.pop()
+        # The list grows while the loop goes through it.
+        for node in todo:
             number = node._sequence_nr()
             # A smaller number is of a graph that the batch brought along.
             if number < first or number in reached:
