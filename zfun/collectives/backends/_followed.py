@@ -6,16 +6,14 @@ import collections
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeAlias
 
 from zfun.collectives._ops import Stream
 from zfun.collectives.backends._diagnosis import Verdict
 
-
-class _Call(NamedTuple):
-    index: int
-    done: Callable[[], bool]
-    fail: Callable[[Verdict], object]
+# The number of a collective, whether it is complete, and what hears why it cannot complete. A plain
+# tuple, because a named one takes a call in Python.
+_Call: TypeAlias = tuple[int, Callable[[], bool], Callable[[Verdict], object]]
 
 
 class Followed:
@@ -39,19 +37,17 @@ class Followed:
         fail: Callable[[Verdict], object],
     ) -> None:
         with self._lock:
-            calls = self._calls[stream]
             self._drop_complete(stream)
+            calls = self._calls[stream]
             if not calls:
                 self._since[stream] = time.monotonic()
-            calls.append(_Call(index, done, fail))
+            calls.append((index, done, fail))
 
     def firsts(self) -> list[tuple[int, int]]:
         """Return stream and index of the first one in each stream."""
         with self._lock:
             self._drop_complete(*Stream)
-            return [
-                (stream, self._calls[stream][0].index) for stream in Stream if self._calls[stream]
-            ]
+            return [(stream, self._calls[stream][0][0]) for stream in Stream if self._calls[stream]]
 
     def longest_s(self) -> float:
         """Return for how long a collective has been the first; 0 if all are complete."""
@@ -68,12 +64,12 @@ class Followed:
             firsts = [calls[0] for calls in self._calls if calls]
             for calls in self._calls:
                 calls.clear()
-        for call in firsts:
-            call.fail(verdict)
+        for _, _, fail in firsts:
+            fail(verdict)
 
     def _drop_complete(self, *streams: Stream) -> None:
         for stream in streams:
             calls = self._calls[stream]
-            while calls and calls[0].done():
+            while calls and calls[0][1]():
                 calls.popleft()
                 self._since[stream] = time.monotonic()

@@ -54,10 +54,6 @@ from zfun.collectives._work import Work
 from zfun.collectives.backends._base import ProcessGroup, break_connections, transport_errors
 from zfun.collectives.backends._diagnosis import Verdict
 
-# torch 2.13 gives these two a new name and warns about the old one.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NUM_MARKS = 256
 
@@ -79,6 +75,18 @@ def errors_left_to_zfun() -> Iterator[None]:
         yield
     finally:
         del os.environ[_ERROR_HANDLING]
+
+
+def _all_gather_into(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
+    """Start a gather like torch's function, whose checks take longer than the start."""
+    assert async_op  # as torch's options say by default
+    return group._allgather_base(out, x)
+
+
+def _reduce_scatter_into(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
+    """Start a sum like torch's function, whose checks take longer than the start."""
+    assert async_op
+    return group._reduce_scatter_base(out, x)
 
 
 def torch_timeout(timeout_s: float) -> timedelta:

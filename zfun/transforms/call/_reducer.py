@@ -320,9 +320,13 @@ class _BucketNode(torch.autograd.Function):
         return tuple(views)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:  # pyrefly: ignore[bad-override]
-        ctx.receive(ctx.bucket, grads)
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        # No once_differentiable(), because the context takes longer than the question.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                ctx.receive(ctx.bucket, grads)
+        else:
+            ctx.receive(ctx.bucket, grads)
         return None, None, None, None
 
 

@@ -35,6 +35,10 @@ _BEGIN, _STOP, _END, _READY = -1, -2, -3, -4
 # The number of the next node that autograd makes in this thread.
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# The identity of a tensor's storage. Without untyped_storage(), whose object would live as long as
+# the storage: torch would make, and Python's collector look at, one for each saved activation.
+_storage_of: Callable[[Tensor], int] = torch._C._storage_address  # pyrefly: ignore[missing-attribute]
+
 _current: ContextVar[tuple[SavedViews, Callable[[], None]] | None] = ContextVar(
     "zfun_saved_views", default=None
 )
@@ -67,16 +71,16 @@ class SavedViews:
 
     def know(self, tensor: Tensor, bucket: int) -> None:
         """Know a tensor as a gathered bucket."""
-        storage = tensor.untyped_storage()
         # The weak reference keeps the address from being given to another storage while the entry
         # lives.
-        self._storages[storage._cdata] = (bucket, StorageWeakRef(storage))
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._storages[_storage_of(tensor)] = (bucket, reference)
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Return the form in which autograd keeps a tensor."""
         # Autograd saves mostly activations, and packs each, so this must be fast.
         try:
-            found = self._storages.get(tensor.untyped_storage()._cdata)
+            found = self._storages.get(_storage_of(tensor))
         except NotImplementedError:  # a sparse tensor
             return tensor
         if found is None or tensor.is_conj() or tensor.is_neg():
@@ -161,8 +165,8 @@ class SavedViews:
         for root in todo:
             if root in nodes:
                 ready[nodes[root]] = first
-        while todo:
-            node = todo.pop()
+        # The list grows while the loop goes through it.
+        for node in todo:
             number = node._sequence_nr()
             # A smaller number is of a graph that the batch brought along.
             if number < first or number in reached:

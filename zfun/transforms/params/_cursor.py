@@ -92,12 +92,12 @@ class ScheduleCursor:
             if step.kind in ("use", "reduce"):
                 if step.kind != kind or step.bucket != bucket:
                     break
-                self.place = place + 1
-                if kind == "reduce" and self.steps[self.place : self.place + 1] == (
-                    Step("release", bucket, step.phase),
-                ):
-                    self.place += 1
-                return self.steps[here : self.place]
+                end = place + 1
+                if kind == "reduce" and end < len(self.steps):
+                    following = self.steps[end]
+                    end += following.kind == "release" and following.bucket == bucket
+                self.place = end
+                return self.steps[here:end]
         self.followed = False
         return ()
 

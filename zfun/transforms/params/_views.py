@@ -56,17 +56,16 @@ class BucketViews:
 
     def _with_gradient(self, bucket: int, views: list[Tensor], in_forward: bool) -> list[Tensor]:
         executor = self._executor
-        if in_forward and executor is not None:
+        # In backward only recomputation (activation checkpointing) comes here.
+        if executor is not None and (in_forward or bucket in executor.reducer.late):
             outputs = self._released.pop(bucket, None)
             if outputs is not None:
                 for output, view in zip(outputs, views, strict=True):
                     output.data = view
                 return outputs
-            # The first use of a bucket may need no gradient, but later ones need the node.
-            with torch.enable_grad():
+            if torch.is_grad_enabled():
                 return executor.open(bucket, views)
-        # In backward only recomputation (activation checkpointing) comes here.
-        if executor is not None and bucket in executor.reducer.late:
+            # The first use of a bucket may need no gradient, but later ones need the node.
             with torch.enable_grad():
                 return executor.open(bucket, views)
         # The views require a gradient, so that the second run saves the same tensors as the first;
