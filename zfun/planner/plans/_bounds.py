@@ -32,10 +32,12 @@ from zfun.planner.plans._peaks import (
     counted,
     peak_of_pass,
     plan_of_loss,
+    trace_of_pass,
 )
 from zfun.planner.plans._plan import plan
 from zfun.planner.plans._space import Candidate, Model
 from zfun.recipes import policy_of
+from zfun.transforms import Schedule, ScheduleOptions, TracedBucket, schedule
 
 
 class Bound(NamedTuple):
@@ -74,8 +76,8 @@ class _Traffic(NamedTuple):
     """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
 
     The most bytes of a bucket's gradients and the message that these are packed into are beside,
-    and the bytes of each bucket, with and without shards of sums. ``again`` and ``stays`` leave out
-    the buckets that may stay from forward to backward, and count their elements.
+    and the bytes of each bucket. ``again`` and ``stays`` leave out the buckets that may stay from
+    forward to backward, and count their elements.
     """
 
     gather: Counter[str]
@@ -90,7 +92,6 @@ class _Traffic(NamedTuple):
     packed: int
     bucket_of_leaf: tuple[int, ...]
     buckets: tuple[BucketBytes, ...]
-    unsummed: tuple[BucketBytes, ...]
 
 
 class Bounds:
@@ -147,13 +148,21 @@ class Bounds:
             ends, buckets = (0,) * len(ends), (NO_BYTES,)
         elif not is_third or shards == 1:
             buckets = (NO_BYTES,) * len(buckets)
-        elif k > 1 or (choice.on_disk and "optimizer" in choice.offloaded):
-            # Sums of several micro-batches are counted above. A disk gets each bucket's moments in
-            # backward, so its sum leaves the device.
-            buckets = traffic.unsummed
-        prefetch = choice.prefetch if is_third and shards > 1 else None
+        else:
+            # Sums of several micro-batches are counted above, and a disk is read into host memory.
+            absent = {"summed": 0} if k > 1 else {}
+            if choice.on_disk or "params" not in choice.offloaded:
+                absent["read"] = 0
+            buckets = tuple(bucket._replace(**absent) for bucket in buckets)
+        options = ScheduleOptions(prefetch=choice.prefetch, secondary=choice.secondary)
         peak = self._once(
-            self._peak_of, choice.recomputed, k, choice.precision, ends, buckets, prefetch
+            self._peak_of,
+            choice.recomputed,
+            k,
+            choice.precision,
+            ends,
+            buckets,
+            options if is_third and shards > 1 else None,
         )
         held += max(peak, traffic.packed)
         work = StepWork(
@@ -194,13 +203,34 @@ class Bounds:
         precision: Any,
         bucket_of_leaf: tuple[int, ...],
         buckets: tuple[BucketBytes, ...],
-        prefetch: int | None,
+        options: ScheduleOptions | None,
     ) -> int:
-        loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
+        model = recomputed, num_micro_batches, precision
+        loss = self._once(self._loss_of, *model)
         dtype = policy_of(precision).compute
         leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
         sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
-        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets, prefetch)
+        gathers = None
+        if options is not None:
+            kind = len(buckets), any(bucket.read for bucket in buckets), options
+            gathers = self._once(self._schedule_of, *model, bucket_of_leaf, *kind)
+        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets, gathers)
+
+    def _schedule_of(
+        self,
+        recomputed: bool,
+        num_micro_batches: int,
+        precision: Any,
+        bucket_of_leaf: tuple[int, ...],
+        num_buckets: int,
+        is_stored: bool,
+        options: ScheduleOptions,
+    ) -> Schedule:
+        loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
+        # Sizes do not matter where the room has no limit.
+        bucket = TracedBucket("", (), 1, 1, 1, 1, stored_itemsize=int(is_stored))
+        trace = trace_of_pass(loss, bucket_of_leaf, (bucket,) * num_buckets, 2)
+        return schedule(trace, options)
 
     def _state_of(self, precision: Any) -> StateBytes:
         model, one = self._model, abstract_group(1)
@@ -265,7 +295,8 @@ class Bounds:
             hops["whole"] += gather_of(numel // group.size, kept, group, None)
             summed = numel // group.size * reduced
             # A codec makes one message from the packed gradients, and receives another.
-            sending = summed if of_grads is None else 2 * counted(summing[0].sent_bytes)
+            own, ranks = _own(summing[0], group)
+            sending = summed if of_grads is None else 2 * counted(own * ranks)
             row = group.inner.size if isinstance(group, Mesh) else 1
             part = numel // row * sent if secondary else 0
             # A row keeps decoded parts, and sends them as they are.
@@ -273,7 +304,8 @@ class Bounds:
             arriving = _arriving(gather, group, of_params), _arriving(again, group, encoded)
             # A codec has encoded the gradients before they are sent.
             flying = sending + (numel * reduced if of_grads is None else 0)
-            held = numel * sent, numel * reduced, sending, flying, summed, part, *arriving
+            read = numel // group.size * kept
+            held = numel * sent, numel * reduced, sending, flying, summed, part, *arriving, read
             buckets.append(BucketBytes(*map(counted, held)))
             is_packed = len(bucket.leaves) > 1 or grad != reduced
             grads = sum(counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
@@ -291,7 +323,6 @@ class Bounds:
             packed,
             tuple(layout.leaves[slot].bucket for slot in layout.positions),
             tuple(buckets),
-            tuple(bucket._replace(summed=0) for bucket in buckets),
         )
 
 
@@ -307,10 +338,15 @@ def _reduced(dtype: torch.dtype, reduce: torch.dtype | None) -> int:
 
 def _arriving(hops: list[PricedHop], group: Group, codec: Codec | None) -> int:
     """Return the least bytes that a gather in flight holds: the result of the first hop."""
-    axis = next(axis for axis in axes_of(group) if axis_of(axis) == hops[0].axis)
-    own = hops[0].sent_bytes // max(1, axis.size - 1)
+    own, ranks = _own(hops[0], group)
     # The message that a codec has made lives as long.
-    return own * axis.size + (0 if codec is None else counted(own))
+    return own * ranks + (0 if codec is None else counted(own))
+
+
+def _own(hop: PricedHop, group: Group) -> tuple[int, int]:
+    """Return the bytes that a rank has for one other in a hop, and the number of ranks."""
+    ranks = next(axis.size for axis in axes_of(group) if axis_of(axis) == hop.axis)
+    return hop.sent_bytes // max(1, ranks - 1), ranks
 
 
 def _by_axis(hops: list[PricedHop]) -> Counter[str]:

@@ -22,11 +22,10 @@ from zfun.planner.plans._plan import planned
 from zfun.transforms import (
     MAX_IN_FLIGHT,
     Event,
-    ScheduleOptions,
+    Schedule,
     Step,
     Trace,
     TracedBucket,
-    schedule,
 )
 
 
@@ -74,6 +73,7 @@ class BucketBytes(NamedTuple):
         secondary: the part that a row keeps from forward to backward.
         arriving: what a gather in flight holds.
         again: the same of a gather for backward.
+        read: the shard that is read from host memory, before a gather.
     """
 
     gathered: int
@@ -84,9 +84,10 @@ class BucketBytes(NamedTuple):
     secondary: int
     arriving: int
     again: int
+    read: int
 
 
-NO_BYTES = BucketBytes(*[0] * 8)
+NO_BYTES = BucketBytes(*[0] * 9)
 
 
 def plan_of_loss(bare: Bare, params: Any, batch: Any, group: Any) -> LossPlan:
@@ -117,7 +118,7 @@ def peak_of_pass(
     sizes: Sequence[int],
     bucket_of_leaf: Sequence[int],
     buckets: Sequence[BucketBytes],
-    prefetch: int | None = None,
+    gathers: Schedule | None = None,
 ) -> int:
     """Return the most bytes of a pass beside the parameters; see [Note: least peaks].
 
@@ -126,27 +127,27 @@ def peak_of_pass(
         sizes: bytes of the gradient of each leaf.
         bucket_of_leaf: the bucket of each leaf.
         buckets: the bytes of each bucket.
-        prefetch: how many buckets are gathered ahead; ``None`` where none are gathered.
+        gathers: when buckets are gathered; ``None`` where none are.
     """
     left = Counter(bucket_of_leaf[one.leaf] for one in loss.segments if one.kind == "complete")
     todo, packed, in_flight = sorted(left), set[int](), list[int]()
     grads, used = Counter[int](), set[int]()
     is_forward = True
-    gathers = None if prefetch is None else _Gathers(loss, bucket_of_leaf, buckets, prefetch)
+    cursor = None if gathers is None else _Gathers(gathers, buckets)
     most = held = 0
     for one in loss.segments:
         bucket = bucket_of_leaf[one.leaf]
         if one.kind == "end":
             is_forward = False
-            if gathers is not None:
-                gathers.turn()
+            if cursor is not None:
+                cursor.turn()
         elif one.kind == "touch":
-            if gathers is not None:
-                gathers.use(bucket)
+            if cursor is not None:
+                cursor.use(bucket)
             if is_forward and bucket not in used:
                 used.add(bucket)
                 held += buckets[bucket].secondary
-        gathered = 0 if gathers is None else gathers.bytes_with(bucket if one.kind == "use" else -1)
+        gathered = 0 if cursor is None else cursor.bytes_with(bucket if one.kind == "use" else -1)
         if one.kind == "complete":
             held += sizes[one.leaf]
             grads[bucket] += sizes[one.leaf]
@@ -156,9 +157,9 @@ def peak_of_pass(
                 packed.add(bucket)
                 held += buckets[bucket].packed
                 most = max(most, one.first + held + gathered)
-                if gathers is not None:
-                    gathers.reduce(bucket)
-                    gathered = gathers.bytes_with(-1)
+                if cursor is not None:
+                    cursor.reduce(bucket)
+                    gathered = cursor.bytes_with(-1)
                 while todo and todo[-1] in packed:
                     sent = todo.pop()
                     most = max(most, one.first + held + buckets[sent].sending + gathered)
@@ -210,19 +211,9 @@ def trace_of_pass(
 class _Gathers:
     """The buckets that are gathered, as a step follows the schedule."""
 
-    def __init__(
-        self,
-        loss: LossPlan,
-        bucket_of_leaf: Sequence[int],
-        buckets: Sequence[BucketBytes],
-        prefetch: int,
-    ) -> None:
+    def __init__(self, gathers: Schedule, buckets: Sequence[BucketBytes]) -> None:
         self._buckets = buckets
-        # Sizes do not matter where the room has no limit.
-        traced = tuple(TracedBucket("", (), 1, 1, 1, 1) for _ in buckets)
-        trace = trace_of_pass(loss, bucket_of_leaf, traced, 2)
-        found = schedule(trace, ScheduleOptions(prefetch=prefetch))
-        self._steps, self._turn, self._place = found.steps, found.turn, 0
+        self._steps, self._turn, self._place = gathers.steps, gathers.turn, 0
         self._held: dict[int, int] = {}
         self._now = -1
 
@@ -255,7 +246,10 @@ class _Gathers:
     def _run(self, end: int) -> None:
         for step in self._steps[self._place : end]:
             sizes = self._buckets[step.bucket]
-            if step.kind == "gather":
+            if step.kind == "read":
+                self._held[~step.bucket] = sizes.read
+            elif step.kind == "gather":
+                self._held.pop(~step.bucket, None)
                 self._held[step.bucket] = (
                     sizes.again if step.phase == "backward" else sizes.arriving
                 )
