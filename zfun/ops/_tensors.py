@@ -29,8 +29,9 @@ _NUMBERS: dict[torch.dtype, Any] = {
 
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
-# The choice of `use`, for the whole process: ranks may be threads, and so are autograd's workers.
-_chosen = {"kernels": "compiled"}
+# The choices of `use`, for the whole process: ranks may be threads, and so are autograd's workers.
+# The last one counts. Threads may end theirs in another order.
+_chosen: dict[object, str] = {}
 
 
 @contextlib.contextmanager
@@ -54,12 +55,12 @@ def use(kernels: str) -> Iterator[None]:
         raise ValueError(
             f'kernels are "reference" or "compiled"; got {kernels!r}; pass one of the two'
         )
-    before = _chosen["kernels"]
-    _chosen["kernels"] = kernels
+    mine = object()
+    _chosen[mine] = kernels
     try:
         yield
     finally:
-        _chosen["kernels"] = before
+        del _chosen[mine]
 
 
 def is_abstract(x: Tensor) -> bool:
@@ -79,7 +80,7 @@ def compiled() -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and _chosen["kernels"] == "compiled"
+        and [*_chosen.values()][-1:] != ["reference"]
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )

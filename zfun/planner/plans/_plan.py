@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zfun import tree
+from zfun import ops, tree
 from zfun.collectives import (
     Group,
     NotLeftYet,
@@ -120,12 +120,8 @@ class Observer:
     def plan(self, state: Any) -> Plan:
         """Return the description since the beginning, with the state that the step returned."""
         # Naming the state reads stores, which is no part of the step.
-        sent, flops, moved = (
-            sent_by(self.group.log),
-            self._flops.flops(),
-            Moved(**self.meter.crossed),
-        )
-        touched = self._flops.touched()
+        sent, flops = sent_by(self.group.log), self._flops.flops()
+        moved, touched = Moved(**self.meter.crossed), self._flops.touched()
         self._counts.append(self._count())
         self.meter.name_state(state)
         self._course = self.meter.course()
@@ -245,6 +241,8 @@ class Meshed(NamedTuple):
     fold: bool = False
 
 
+# Optimizers are probed with a few numbers, for which compiled kernels would be loaded for long.
+@ops.use("reference")
 def planned(
     recipe: Callable[[Any], Any],
     params: tree.Tree,
