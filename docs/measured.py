@@ -276,7 +276,7 @@ def host(*, narrow: bool = False) -> Figure:
 
 def forecast(*, narrow: bool = False) -> Figure:
     """Draw measured steps between the bounds of their forecasts."""
-    run = sections("forecast.md")["demo, fp32, 2 ranks, shared memory, both bounds"]
+    run = sections("forecast.md")["demo, fp32, 2 ranks, shared memory"]
     measured, least, most = (
         column(run.tables[0], name)
         for name in ("measured, ms", "at least, ms", "at most, ms")
