@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zfun import ops
+
 # A view of a gathered bucket: bucket, dtype, shape, strides and offset. The bucket is a list that
 # all views share, because the reference count of the list tells whether a view is left.
 Packed: TypeAlias = tuple[list[int], torch.dtype, tuple[int, ...], tuple[int, ...], Any]
@@ -76,6 +78,7 @@ class SavedViews:
         reference = StorageWeakRef(tensor.untyped_storage())
         self._storages[_storage_of(tensor)] = (bucket, reference)
 
+    @ops.uncompiled
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Return the form in which autograd keeps a tensor."""
         # Autograd saves mostly activations, and packs each, so this must be fast.
