@@ -111,7 +111,9 @@ def _judged(
     if not recipe.decides_on_device:
         norm, counts = norm_and_counts(grads, count)
         size = float(norm)
-        if size == 0.0:
+        # A plan knows no norm. Along a model axis a run asks other ranks, but only if it is zero.
+        is_planned = ops.is_abstract(norm) and not collectives.model_groups(group)
+        if size == 0.0 or is_planned:
             check_used(state, counts, group)
         return norm, counts, math.isfinite(size)
     norm, mesh, counts = norm_on_device(grads), collectives.sum_group(group), [count]

@@ -373,6 +373,14 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     assert flops == (forward, 2 * forward - 2 * 10 * 64 * 128, 0, 0)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_refuses_a_loss_that_uses_no_leaf_as_a_run_does(stage: int) -> None:
+    loss = lambda params, x: x.square().sum().requires_grad_()
+    make = lambda group: zf.zero(stage, loss, ADAMW, group)
+    with pytest.raises(zf.errors.LeafError, match="no trained leaf got a gradient on any rank"):
+        zf.plan(make, {"w": torch.ones(3)}, torch.ones(2), 2)
+
+
 def test_a_complex_loss_is_refused_by_name() -> None:
     batch = torch.ones(2, 3, dtype=torch.complex64)
     loss = lambda params, x: (x @ params["w"].to(x.dtype)).sum()
