@@ -499,6 +499,25 @@ def test_torchs_checkpoint_takes_the_same_schedule(bucket_bytes: int) -> None:
     assert zf.simulate(2, main, of_torch) == zf.simulate(2, main, zf.remat(block))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torchs_checkpoint_takes_parameters_as_arguments(stage: int) -> None:
+    """Then it saves them, and at stage 3 they are lazy leaves without numbers."""
+    of_leaves = lambda w, b, x: torch.tanh(x @ w + b)
+
+    def run(layer: Any, x: Tensor) -> Tensor:
+        return checkpoint(of_leaves, layer["w"], layer["b"], x, use_reentrant=False)
+
+    def main(group: zf.Group, block: Any) -> Any:
+        z = zf.zero(stage, loss_of(block), zf.optim.sgd(0.05), group, bucket_bytes=700)
+        state = z.init(params())
+        for _ in range(3):
+            state, _ = z.step(state, X)
+        return z.params(state)
+
+    plain = lambda layer, x: of_leaves(layer["w"], layer["b"], x)
+    assert_same_bits(zf.simulate(2, main, run), zf.simulate(2, main, plain))
+
+
 # Modules.
 
 

@@ -83,7 +83,11 @@ class SavedViews:
         """Return the form in which autograd keeps a tensor."""
         # Autograd saves mostly activations, and packs each, so this must be fast.
         try:
-            found = self._storages.get(_storage_of(tensor))
+            if type(tensor) is Tensor:
+                storage = _storage_of(tensor)
+            else:  # A lazy leaf, which torch's checkpoint saves, has the storage of its value.
+                storage = tensor.untyped_storage()._cdata
+            found = self._storages.get(storage)
         except NotImplementedError:  # a sparse tensor
             return tensor
         if found is None or tensor.is_conj() or tensor.is_neg():
