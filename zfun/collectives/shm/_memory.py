@@ -177,11 +177,7 @@ class SharedMemory:
             return None
         if block is None or not all(_fits(at, x) for at in (sent.offset, *sent.inputs())):
             return None
-        found = self._symmetric.window(sent, block, x.numel(), x.dtype)
-        if found is not None and x.nbytes >= _UNMAPPED_BYTES:
-            # The window shows this rank's piece too, and a page counts once for each address.
-            self._segment.unmap(sent.offset, x.nbytes)
-        return found
+        return self._symmetric.window(sent, block, x.numel(), x.dtype)
 
     def _compute(self, sent: Letter, x: Tensor, out: Tensor) -> None:
         op = sent.call.op
