@@ -60,10 +60,23 @@ def test_one_name_for_two_classes_is_found() -> None:
     assert figures.with_two_meanings([first, second]) == ["Plan: zfun/a.py, zfun/b.py"]
 
 
+def test_a_name_of_a_class_has_one_meaning(package: list[figures.Module]) -> None:
+    assert figures.with_two_meanings(package) == []
+
+
 def test_many_parameters_are_found() -> None:
     names = ", ".join(f"a{i}" for i in range(9))
     one = module("zfun/a.py", f"class A:\n    def f(self, {names}): ...\n    def g(self, x): ...\n")
     assert figures.with_many_parameters([one]) == ["zfun/a.py:2 f (9)"]
+
+
+def test_few_functions_have_many_parameters_and_few_files_are_long(
+    package: list[figures.Module],
+) -> None:
+    assert len(figures.with_many_parameters(package)) <= 15
+    lengths = [len(one.lines) for one in package]
+    assert max(lengths) <= 450
+    assert sum(length > figures.LONG_FILE for length in lengths) <= 10
 
 
 def test_contributing_says_what_the_lines_of_each_large_folder_buy(

@@ -32,7 +32,7 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.interop.engine._reads import LiveParameters
-from zfun.interop.engine._watched import Watched, checksum
+from zfun.interop.engine._watched import WatchedValues, checksum
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
 
@@ -101,7 +101,7 @@ class LiveModule:
         self._hooked: set[int] = set()
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
-        self._watched = Watched()
+        self._watched = WatchedValues()
         self._aliases: dict[str, list[weakref.ref[Any]]] = {}
         # The names of strays with an old value.
         self._stale: set[str] = set()

@@ -15,7 +15,7 @@ _FACTOR = 0x9E3779B1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Watched:
+class WatchedValues:
     """Values that were read outside of calls, until the next :meth:`check`."""
 
     def __init__(self) -> None:
