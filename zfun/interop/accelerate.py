@@ -422,18 +422,21 @@ def attach(
                 param.grad = None
 
     def state_dict() -> dict[str, Any]:
-        return engine.optimizer_state() if has_moments() else type(inner).state_dict(inner)
+        if has_moments():
+            return engine.optimizer_state()
+        with groups.without_moments():
+            return type(inner).state_dict(inner)
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         if has_moments():
             engine.load_optimizer_state(state_dict)
             return
         saved = with_own_constants(engine.state.opt_state, groups, state_dict["param_groups"])
-        type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
+        with groups.without_moments():
+            type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
 
-    # A scheduler that wraps step() looks for its mark.
+    # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
-    # A scheduler may have wrapped step() before.
     inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
     inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
     inner.state_dict, inner.load_state_dict = state_dict, load_state_dict

@@ -372,6 +372,15 @@ class TwoManual(Tiny):
         return [torch.optim.SGD([x], 0.1) for x in (self.net.weight, self.scale)]
 
 
+class Resets(Tiny):
+    """Forgets the moments of Adam after each step."""
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        optimizer: Any = self.optimizers()
+        for entry in optimizer.state.values():
+            entry["exp_avg"].zero_()
+
+
 class Clipping(Tiny):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, 0.5, "norm")
@@ -418,6 +427,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         Clipping,
         configured(optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_clipping=1.0),
         r"by gradient_clipping, 1.0; got clip_gradients\(0.5\); write the bound into",
+    ),
+    "moments in a hook": (
+        lambda: Resets(OPTIMIZERS["adamw"]),
+        {},
+        r"got a read of optimizer\.state; call state_dict\(\)",
     ),
     "float64": (Tiny, {"precision": "64-true"}, "got '64-true'; pass one of these"),
 }

@@ -415,6 +415,19 @@ def test_a_gathered_model_trains_on(zero: int, tmp_path: Path) -> None:
         assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
 
 
+class Resets(transformers.TrainerCallback):
+    """Forgets the moments after each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["optimizer"].state.clear()
+
+
+def test_a_callback_that_resets_moments_is_refused(tmp_path: Path) -> None:
+    trainer = trainers.make(Trainer, str(tmp_path), options=SHORT, callbacks=[Resets()], zero=2)
+    with pytest.raises(OptionError, match=r"got a write of optimizer\.state; call state_dict"):
+        trainer.train()
+
+
 class Interrupt(transformers.TrainerCallback):
     """Raises once, between two micro-batches of the first step."""
 

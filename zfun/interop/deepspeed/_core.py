@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,8 +206,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # pyrefly: ignore[bad-override]
-        """No moments: these are in :meth:`state_dict`."""
-        return _NoMoments()
+        """Moments, which only :meth:`state_dict` reads."""
+        return self.optimizer.state
 
     @property
     def overflow(self) -> bool:
@@ -269,32 +269,3 @@ class EngineOptimizer(torch.optim.Optimizer):
         if scale is not None:
             values = {name: x.clone() for name, x in state_dict["loss_scaler"].items()}
             core.state = core.state._replace(loss_scale=scale._replace(**values))
-
-
-class _NoMoments(MutableMapping[Any, Any]):
-    """The ``state`` of an optimizer whose moments are sharded."""
-
-    def __getitem__(self, key: Any) -> Any:
-        raise self._refusal("a read", "get_full_optimizer_state(param, name)")
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise self._refusal("a write", "set_full_optimizer_state(param, value, name)")
-
-    def __delitem__(self, key: Any) -> None:
-        self[key] = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def clear(self) -> None:
-        self[None] = None
-
-    def _refusal(self, use: str, name: str) -> OptionError:
-        return OptionError(
-            f"the moments of an engine's optimizer are sharded; got {use} of optimizer.state; "
-            "call state_dict() or load_state_dict() of the optimizer, or "
-            f"deepspeed.utils.safe_{name}"
-        )

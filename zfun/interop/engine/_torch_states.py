@@ -75,7 +75,8 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
                 if whole or leaf in stepped:
                     name = TORCH_NAMES.get(field, field)
                     entries.setdefault(leaf, {})[name] = value.detach().clone()
-    saved = torch.optim.Optimizer.state_dict(groups.torch_optimizer)["param_groups"]
+    with groups.without_moments() as optimizer:
+        saved = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     by_position = {positions[leaf]: entry for leaf, entry in entries.items()}
     return {
         "state": dict(sorted(by_position.items())),
@@ -106,12 +107,13 @@ def with_torch_state(
             "optimizer of torch in a run with an average; resume from the checkpoint's directory, "
             "or leave the average out"
         )
-    optimizer, entries = groups.torch_optimizer, given.get("state", {})
+    entries = given.get("state", {})
     numbers = {
         "state": dict[int, Any](),
         "param_groups": with_own_constants(state.opt_state, groups, given["param_groups"]),
     }
-    torch.optim.Optimizer.load_state_dict(optimizer, numbers)
+    with groups.without_moments() as optimizer:
+        torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
     paths, parts = parts_of(state.opt_state)
     leaves: dict[str, dict[str, None]] = {}

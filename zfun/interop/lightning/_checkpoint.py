@@ -161,7 +161,8 @@ def load_states_of(
     for engine, one, numbers in zip(engines, groups, checkpoint["optimizer_states"], strict=True):
         saved = with_own_constants(engine.state.opt_state, one, _torch_groups(numbers))
         given = {"state": dict[int, Any](), "param_groups": saved}
-        torch.optim.Optimizer.load_state_dict(one.torch_optimizer, given)
+        with one.without_moments() as optimizer:
+            torch.optim.Optimizer.load_state_dict(optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:
         engine.prepare()
