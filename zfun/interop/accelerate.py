@@ -24,6 +24,7 @@ from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
 from zfun.interop.engine._live import live_of
+from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._torch_states import with_own_constants
 from zfun.recipes import Precision
 
@@ -397,10 +398,9 @@ def attach(
 ) -> None:
     """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine.
 
-    Groups that the optimizer loads keep the constants of this run. Its state has the moments, and
-    every rank must ask for it, unless ``has_moments`` says no.
+    Loaded groups keep the constants of this run. Every rank asks for a state that has moments.
     """
-    inner = optimizer.optimizer
+    inner, joined = optimizer.optimizer, dict(vars(optimizer.optimizer))
 
     def step(closure: Any = None) -> Any:
         live = live_of(engine.module)
@@ -423,16 +423,16 @@ def attach(
 
     def state_dict() -> dict[str, Any]:
         if has_moments():
-            return engine.optimizer_state()
-        with groups.without_moments():
+            return joined["state_dict"]()
+        with empty_state(inner, hooks=True):
             return type(inner).state_dict(inner)
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         if has_moments():
-            engine.load_optimizer_state(state_dict)
+            joined["load_state_dict"](state_dict)
             return
         saved = with_own_constants(engine.state.opt_state, groups, state_dict["param_groups"])
-        with groups.without_moments():
+        with empty_state(inner, hooks=True):
             type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
 
     # A scheduler that wraps step() looks for its mark, and may have wrapped it before.

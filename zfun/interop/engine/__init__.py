@@ -10,6 +10,7 @@
 ``_grad_sum``      the gradients of a step
 ``_methods``       methods of live modules, and ``torch.compile`` of blocks
 ``_groups``        parameter groups of torch optimizers as pure optimizers
+``_moments``       the state and the functions of a torch optimizer that an engine steps
 ``_torch_states``  ``state_dict()`` of torch optimizers
 ``_values``        buffers, whole leaves, states of other trained leaves
 =================  ===================================================================

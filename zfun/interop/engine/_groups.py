@@ -7,27 +7,16 @@ each step the numbers of the groups become hyperparameters of the state.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zfun import optim, tree
+from zfun import optim
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop._configured import Rule, flags_of, rule_of
-from zfun.interop.engine._values import is_flat
+from zfun.interop.engine._moments import ShardedMoments, check_functions, join, leave
 from zfun.optim import Optimizer
 
 # The label of leaves that require a gradient and are in no group.
@@ -35,50 +24,6 @@ _NO_GROUP = "no group"
 _EXTRA = "extra "
 UNBOUNDED = 3e38
 """The bound of a norm that clips nothing."""
-
-
-class ShardedMoments(MutableMapping[Any, Any]):
-    """The ``state`` of a torch optimizer whose moments an engine has.
-
-    Empty before the first step, and without moments, as in torch. Else it has an entry for each
-    trained leaf, which nobody can read or write here: code that resets moments would reset nothing.
-
-    Args:
-        count: returns the number of entries.
-    """
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._refuse("a read") if len(self) else iter(())
-
-    def __contains__(self, key: object) -> bool:
-        return len(self) > 0
-
-    def __getitem__(self, key: Any) -> Any:
-        self._refuse("a read")
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse("a write")
-
-    def __delitem__(self, key: Any) -> None:
-        self._refuse("a write")
-
-    def clear(self) -> None:
-        self._refuse("a write")
-
-    def __reduce__(self) -> Any:
-        return self._refuse("a copy") if len(self) else (defaultdict, (dict,))
-
-    def _refuse(self, use: str) -> NoReturn:
-        raise OptionError(
-            f"the moments of an engine's optimizer are sharded; got {use} of optimizer.state; call "
-            "state_dict() or load_state_dict() of the optimizer, on every rank"
-        )
 
 
 class ParamGroups:
@@ -136,48 +81,17 @@ class ParamGroups:
 
     def join(self, engine: Any) -> None:
         """Let the state of the optimizer be that of an engine, to which its moments go."""
-        optimizer, held = self.torch_optimizer, weakref.ref(engine)
+        optimizer = self.torch_optimizer
+        check_functions(optimizer)
         own = torch.optim.Optimizer.state_dict(optimizer) if optimizer.state else None
-
-        def state_dict() -> dict[str, Any]:
-            owner = held()
-            return (
-                type(optimizer).state_dict(optimizer) if owner is None else owner.optimizer_state()
-            )
-
-        def load_state_dict(given: Mapping[str, Any]) -> None:
-            if (owner := held()) is None:
-                type(optimizer).load_state_dict(optimizer, given)
-            else:
-                owner.load_optimizer_state(given)
-
-        def count() -> int:
-            owner = held()
-            if owner is None or not (own or owner.state.step):
-                return 0
-            moments = tree.leaves(owner.state.opt_state, is_leaf=is_flat)
-            return len(self.labels) if any(map(is_flat, moments)) else 0
-
-        vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)
-        self._moments = optimizer.state = ShardedMoments(count)
+        self._moments = join(optimizer, engine, has_moments=own is not None)
         if own is not None:
             engine.load_optimizer_state(own)
 
-    @contextlib.contextmanager
-    def without_moments(self) -> Iterator[Any]:
-        """The optimizer with an empty state, for functions of torch that also read its groups."""
-        optimizer, before = self.torch_optimizer, self.torch_optimizer.state
-        optimizer.state = defaultdict(dict)
-        try:
-            yield optimizer
-        finally:
-            optimizer.state = before
-
     def leave(self) -> None:
         """Let the state of the optimizer be its own, without moments."""
-        for name in ("state_dict", "load_state_dict"):
-            vars(self.torch_optimizer).pop(name, None)
-        self._moments, self.torch_optimizer.state = None, defaultdict(dict)
+        leave(self.torch_optimizer)
+        self._moments = None
 
     def positions(self) -> dict[str, int]:
         """Return the places of the parameters in the groups, by name."""
@@ -200,6 +114,13 @@ class ParamGroups:
         if self._seen == (seen, others):
             return False
         self._seen = (seen, others)
+        here = {self._names.get(id(p)) for group in self.groups for p in group["params"]}
+        if gone := [x for x, label in self.labels.items() if label != _NO_GROUP and x not in here]:
+            raise OptionError(
+                "a parameter that an optimizer trains stays in its groups; got groups without leaf "
+                f"{gone[0]!r}; freeze it with requires_grad_(False), and keep the groups",
+                leaf=gone[0],
+            )
         before, trained = dict(self.labels), {n for n, p in self._params.items() if p.requires_grad}
         self._label(trained | before.keys() | self._retained)
         return self.labels != before
@@ -263,7 +184,10 @@ class ParamGroups:
 
     def set_in(self, state: Any, max_norm: float | None = None) -> Any:
         """Return a state of the optimizer with the numbers that the groups have now."""
-        if self._moments is not None and self.torch_optimizer.state is not self._moments:
+        optimizer = self.torch_optimizer
+        if "_zfun_engine" not in vars(optimizer):
+            check_functions(optimizer)
+        if self._moments is not None and optimizer.state is not self._moments:
             raise OptionError(
                 "the moments of an engine's optimizer are sharded; got another optimizer.state "
                 "than the engine's; call load_state_dict() of the optimizer, and leave "

@@ -13,6 +13,7 @@ from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.interop._named import named, write_leaves
 from zfun.interop.engine._groups import ParamGroups
+from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._values import is_flat, parts_of, without_average
 from zfun.optim import MissedSteps
 from zfun.recipes import ZeroState
@@ -75,7 +76,7 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
                 if whole or leaf in stepped:
                     name = TORCH_NAMES.get(field, field)
                     entries.setdefault(leaf, {})[name] = value.detach().clone()
-    with groups.without_moments() as optimizer:
+    with empty_state(groups.torch_optimizer, hooks=False) as optimizer:
         saved = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     by_position = {positions[leaf]: entry for leaf, entry in entries.items()}
     return {
@@ -112,7 +113,7 @@ def with_torch_state(
         "state": dict[int, Any](),
         "param_groups": with_own_constants(state.opt_state, groups, given["param_groups"]),
     }
-    with groups.without_moments() as optimizer:
+    with empty_state(groups.torch_optimizer, hooks=False) as optimizer:
         torch.optim.Optimizer.load_state_dict(optimizer, numbers)
     positions = groups.positions()
     paths, parts = parts_of(state.opt_state)

@@ -24,6 +24,7 @@ from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
 from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups, group_number
+from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._torch_states import with_own_constants
 from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
@@ -161,7 +162,7 @@ def load_states_of(
     for engine, one, numbers in zip(engines, groups, checkpoint["optimizer_states"], strict=True):
         saved = with_own_constants(engine.state.opt_state, one, _torch_groups(numbers))
         given = {"state": dict[int, Any](), "param_groups": saved}
-        with one.without_moments() as optimizer:
+        with empty_state(one.torch_optimizer, hooks=True) as optimizer:
             torch.optim.Optimizer.load_state_dict(optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:

@@ -7,6 +7,7 @@ import copy
 import functools
 import operator
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -155,9 +156,11 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def trained(loop: str, stage: int, model: nn.Module) -> tuple[Any, Callable[[int, int], Any]]:
+def trained(
+    loop: str, stage: int, model: nn.Module, own: Any = None
+) -> tuple[Any, Callable[[int, int], Any]]:
     """Return the optimizer of a loop, and a function that takes steps."""
-    own = adamw(model)
+    own = adamw(model) if own is None else own
     if loop == "accelerate":
         accelerator = Accelerator(cpu=True, zero=stage)
         net, optimizer = accelerator.prepare(model, own)
@@ -200,6 +203,167 @@ def test_another_state_of_an_optimizer_is_refused_at_the_next_step(loop: str, st
     step(0, 1)
     optimizer.state = collections.defaultdict(dict)
     with pytest.raises(OptionError, match=r"got another optimizer\.state than the engine's; call"):
+        step(1, 1)
+
+
+def halved(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with half of the first moments."""
+    entries = {
+        key: {name: 0.5 * x if name == "exp_avg" else x for name, x in entry.items()}
+        for key, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "saves": lambda x: x.register_state_dict_post_hook(halved),
+    "loads": lambda x: x.register_load_state_dict_pre_hook(halved),
+}
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("loop", ["engine", "accelerate"])
+def test_hooks_of_an_optimizer_change_the_state_as_in_torch(
+    loop: str, hook: str, stage: int
+) -> None:
+    expected = runs.net()
+    plain = adamw(expected)
+    HOOKS[hook](plain)
+    plain_steps(expected, plain, 0, 2)
+    plain.load_state_dict(plain.state_dict())
+    plain_steps(expected, plain, 2, 2)
+
+    model = runs.net()
+    optimizer, step = trained(loop, stage, model)
+    HOOKS[hook](getattr(optimizer, "optimizer", optimizer))
+    step(0, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(2, 2)
+    assert_same(model.state_dict(), expected)
+
+
+def test_hooks_run_once_for_each_state() -> None:
+    called: list[Any] = []
+    optimizer, step = trained("engine", 1, runs.net())
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("save"))
+    optimizer.register_state_dict_post_hook(lambda _, x: called.append(len(x["state"])))
+    optimizer.register_load_state_dict_pre_hook(lambda _, x: called.append(len(x["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+    step(0, 1)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    count = len(saved["state"])
+    assert called == ["save", count, count, "loaded"]
+
+
+# Functions that scripts put in place of an optimizer's own.
+def with_step(optimizer: Any) -> None:
+    own = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        nn.utils.clip_grad_value_(self.param_groups[0]["params"], 0.1)
+        return own(closure)
+
+    optimizer.step = types.MethodType(step, optimizer)
+
+
+def with_step_beneath_a_scheduler(optimizer: Any) -> None:
+    with_step(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def with_wrapped_step(optimizer: Any) -> None:
+    """The wrapper looks like the one of a scheduler."""
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = optimizer.step
+    optimizer.step = functools.wraps(own)(lambda closure=None: own(closure))
+
+
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    "step": with_step,
+    "a step beneath a scheduler": with_step_beneath_a_scheduler,
+    "a step around a scheduler's": with_wrapped_step,
+    "a partial": lambda x: setattr(x, "step", functools.partial(x.step)),
+    "zero_grad": lambda x: setattr(x, "zero_grad", lambda set_to_none=True: None),
+    "state_dict": lambda x: setattr(x, "state_dict", functools.partial(x.state_dict)),
+    "load_state_dict": lambda x: setattr(x, "load_state_dict", lambda state: None),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+@pytest.mark.parametrize("loop", ["engine", "initialize", "accelerate"])
+@pytest.mark.shows(
+    "a function in place of `optimizer.step` or others of one optimizer",
+    "refused",
+    "override it in a subclass, or use the hooks of torch, which are right",
+)
+def test_a_function_in_place_of_an_optimizers_own_is_refused(loop: str, case: str) -> None:
+    """The class steps, so the function would not run."""
+    model = runs.net()
+    own = adamw(model)
+    REPLACED[case](own)
+    with pytest.raises(OptionError, match=r"got a function in place of \w+\(\) of one AdamW"):
+        trained(loop, 1, model, own)
+
+
+def test_a_function_that_comes_later_is_refused_at_the_next_step() -> None:
+    model = runs.net()
+    own = adamw(model)
+    _, step = trained("engine", 1, model, own)
+    step(0, 1)
+    with_step(own)
+    with pytest.raises(OptionError, match=r"got a function in place of step\(\) of one AdamW"):
+        step(1, 1)
+
+
+class Clipped(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            nn.utils.clip_grad_value_(group["params"], 1e-3)
+        return super().step(closure)
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("loop", ["engine", "accelerate"])
+def test_the_step_of_a_subclass_and_the_wrapper_of_a_scheduler_are_right(
+    loop: str, stage: int
+) -> None:
+    expected, model = runs.net(), runs.net()
+    plain, own = (Clipped(x.parameters(), lr=1e-2) for x in (expected, model))
+    torch.optim.lr_scheduler.StepLR(own, 1)
+    plain_steps(expected, plain, 0, 3)
+    _, step = trained(loop, stage, model, own)
+    step(0, 3)
+    assert_same(model.state_dict(), expected)
+
+
+# Lines that take a parameter out of the groups of an optimizer.
+REMOVED: dict[str, Callable[[Any], Any]] = {
+    "pop": lambda x: x.param_groups.pop(),
+    "fewer": lambda x: setattr(x, "param_groups", x.param_groups[:1]),
+    "clear": lambda x: x.param_groups[-1]["params"].clear(),
+    "another list": lambda x: x.param_groups[-1].update(params=[]),
+}
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("case", REMOVED)
+@pytest.mark.parametrize("loop", ["engine", "initialize", "accelerate"])
+@pytest.mark.shows(
+    "a parameter that leaves the groups of its optimizer",
+    "refused",
+    "at the next step; freeze it with `requires_grad_(False)`",
+)
+def test_a_parameter_that_leaves_its_group_is_refused(loop: str, case: str, stage: int) -> None:
+    """It trained on, silently."""
+    model = runs.net()
+    first, *rest = model.parameters()
+    own = torch.optim.AdamW([{"params": [first]}, {"params": rest}], lr=1e-2)
+    _, step = trained(loop, stage, model, own)
+    step(0, 1)
+    REMOVED[case](own)
+    with pytest.raises(OptionError, match=r"got groups without leaf '\S+'; freeze it with"):
         step(1, 1)
 
 

@@ -1,0 +1,154 @@
+"""What a torch optimizer is while an engine steps for it: groups, and no moments of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn
+
+from zfun import tree
+from zfun.errors import OptionError
+from zfun.interop.engine._values import is_flat
+
+_STATE_DICTS = ("state_dict", "load_state_dict")
+_HOOKS = [f"_optimizer_{name}_{when}_hooks" for name in _STATE_DICTS for when in ("pre", "post")]
+
+
+class ShardedMoments(MutableMapping[Any, Any]):
+    """The ``state`` of a torch optimizer whose moments an engine has.
+
+    Empty before the first step, and without moments, as in torch. Else it has an entry for each
+    trained leaf, which nobody can read or write here: code that resets moments would reset nothing.
+
+    Args:
+        count: returns the number of entries.
+    """
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._refuse("a read") if len(self) else iter(())
+
+    def __contains__(self, key: object) -> bool:
+        return len(self) > 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse("a read")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse("a write")
+
+    def __delitem__(self, key: Any) -> None:
+        self._refuse("a write")
+
+    def clear(self) -> None:
+        self._refuse("a write")
+
+    def __reduce__(self) -> Any:
+        return self._refuse("a copy") if len(self) else (defaultdict, (dict,))
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise OptionError(
+            f"the moments of an engine's optimizer are sharded; got {use} of optimizer.state; call "
+            "state_dict() or load_state_dict() of the optimizer, on every rank, and the engine's "
+            "step()"
+        )
+
+
+def join(optimizer: Any, engine: Any, *, has_moments: bool) -> ShardedMoments:
+    """Let ``state_dict()`` and ``load_state_dict()`` of an optimizer be those of an engine.
+
+    Args:
+        optimizer: of torch.
+        engine: has the moments; not kept alive.
+        has_moments: whether there are moments before the first step.
+
+    Returns:
+        The new ``optimizer.state``.
+    """
+    held = weakref.ref(engine)
+
+    def state_dict() -> dict[str, Any]:
+        if (owner := held()) is None:
+            return type(optimizer).state_dict(optimizer)
+        for hook in (*optimizer._optimizer_state_dict_pre_hooks.values(),):
+            hook(optimizer)
+        found = owner.optimizer_state()
+        for hook in (*optimizer._optimizer_state_dict_post_hooks.values(),):
+            found = _result(hook(optimizer, found), found)
+        return found
+
+    def load_state_dict(given: Mapping[str, Any]) -> None:
+        if (owner := held()) is None:
+            type(optimizer).load_state_dict(optimizer, given)
+            return
+        given = dict(given)
+        for hook in (*optimizer._optimizer_load_state_dict_pre_hooks.values(),):
+            given = _result(hook(optimizer, given), given)
+        owner.load_optimizer_state(given)
+        for hook in (*optimizer._optimizer_load_state_dict_post_hooks.values(),):
+            hook(optimizer)
+
+    def count() -> int:
+        owner = held()
+        if owner is None or not (has_moments or owner.state.step):
+            return 0
+        state = owner.state
+        moments = tree.leaves(state.opt_state, is_leaf=is_flat)
+        return len(state.params.layout.leaves) if any(map(is_flat, moments)) else 0
+
+    vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)
+    optimizer.state = ShardedMoments(count)
+    return optimizer.state
+
+
+def leave(optimizer: Any) -> None:
+    """Let the state of an optimizer be its own, without moments."""
+    for name in _STATE_DICTS:
+        vars(optimizer).pop(name, None)
+    optimizer.state = defaultdict(dict)
+
+
+@contextlib.contextmanager
+def empty_state(optimizer: Any, *, hooks: bool) -> Iterator[Any]:
+    """The optimizer with an empty state, for functions of torch that read its groups too.
+
+    ``hooks`` says whether those functions run the hooks of the optimizer.
+    """
+    names = _HOOKS[:0] if hooks else _HOOKS
+    before = {name: vars(optimizer)[name] for name in ("state", *names)}
+    vars(optimizer).update({name: OrderedDict() for name in names}, state=defaultdict(dict))
+    try:
+        yield optimizer
+    finally:
+        vars(optimizer).update(before)
+
+
+def check_functions(optimizer: Any) -> None:
+    """Refuse functions that code has put in place of an optimizer's own: no engine calls them."""
+    for name in ("step", "zero_grad", *_STATE_DICTS):
+        function = vars(optimizer).get(name)
+        while _module_of(function) == "torch.optim.lr_scheduler":  # A scheduler wraps step().
+            function = function.__wrapped__
+        is_own = getattr(function, "__func__", function) is getattr(type(optimizer), name)
+        if not (function is None or is_own or _module_of(function).startswith("zfun.")):
+            raise OptionError(
+                "an engine steps by the class of an optimizer; got a function in place of "
+                f"{name}() of one {type(optimizer).__name__}; override it in a subclass, or use "
+                "the hooks of torch, such as register_step_pre_hook()"
+            )
+
+
+def _module_of(function: Any) -> str:
+    """Return the module that defines a function, also of one that wraps another."""
+    return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+def _result(found: Any, otherwise: Any) -> Any:
+    return otherwise if found is None else found
