@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zfun import optim
 from zfun.errors import CheckpointError, OptionError
@@ -245,15 +246,19 @@ class ParamGroups:
         return label or (own[0] if len(own) == 1 and name != "max_norm" else ""), name
 
     def stepping(self) -> None:
-        """Run the hooks of the optimizer that come before a step."""
-        for hook in (*self.torch_optimizer._optimizer_step_pre_hooks.values(),):
-            hook(self.torch_optimizer, (), {})
+        """Run the hooks that come before a step, of all optimizers and of this one."""
+        optimizer = self.torch_optimizer
+        for hooks in (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks):
+            for hook in (*hooks.values(),):
+                hook(optimizer, (), {})
 
     def stepped(self) -> None:
         """Mark that the optimizer has stepped, for which schedulers ask; run the hooks after it."""
-        self.torch_optimizer._opt_called = True
-        for hook in (*self.torch_optimizer._optimizer_step_post_hooks.values(),):
-            hook(self.torch_optimizer, (), {})
+        optimizer = self.torch_optimizer
+        optimizer._opt_called = True
+        for hooks in (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks):
+            for hook in (*hooks.values(),):
+                hook(optimizer, (), {})
 
     def named(self) -> list[dict[str, Any]]:
         """Return the options of the groups, with names of parameters in place of tensors."""

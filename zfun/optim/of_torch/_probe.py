@@ -151,9 +151,25 @@ def _run(
     for grad in grads:
         for piece, its in zip(pieces, grad.split(cuts), strict=True):
             piece.grad = its.clone()
-        made.step()
+        step_alone(made)
         noted.append(_note(made, pieces, known))
     return noted, torch.cat([piece.detach() for piece in pieces])
+
+
+def step_alone(made: Any) -> None:
+    """Step an optimizer of a shard, without the hooks that code has put on all optimizers.
+
+    These belong to the step of the whole parameters, which an engine runs them around.
+    """
+    step = type(made).step
+    if not getattr(step, "hooked", False):
+        made.step()
+        return
+    for hook in (*made._optimizer_step_pre_hooks.values(),):
+        hook(made, (), {})
+    step.__wrapped__(made)
+    for hook in (*made._optimizer_step_post_hooks.values(),):
+        hook(made, (), {})
 
 
 def _note(made: torch.optim.Optimizer, pieces: Sequence[Tensor], known: set[int]) -> _ProbeNote:

@@ -18,7 +18,7 @@ from zfun.optim._missed import StepRun, runs_of
 from zfun.optim._rows import aligned, check_fields, check_trainable, flat_view, step_count
 from zfun.optim._schedules import rate_at
 from zfun.optim._stepping import no_steps
-from zfun.optim.of_torch._probe import Kept, as_kind, as_tensor
+from zfun.optim.of_torch._probe import Kept, as_kind, as_tensor, step_alone
 from zfun.tree import Tree
 
 # Torch's loops step the last elements of a tensor by other instructions, which round differently,
@@ -286,7 +286,7 @@ class TorchRule:
             twin.grad = grad
             if state:
                 made.state[twin] = state
-        made.step()
+        step_alone(made)
         return [dict(made.state[twin]) for twin in twins], made.param_groups[0]
 
     def _same_for_all(

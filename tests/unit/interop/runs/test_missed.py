@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import zfun as zf
 import zfun.interop.deepspeed as deepspeed
@@ -345,6 +349,44 @@ def test_hooks_of_an_optimizer_run_around_its_step(stage: int) -> None:
     assert len(seen) == 4
     for found in zf.simulate(2, body):
         assert found == pytest.approx(seen, rel=1e-4)
+
+
+@pytest.fixture
+def hooks_of_all_optimizers() -> Any:
+    """Hooks around the steps of all optimizers: small gradients before, a decay after."""
+
+    def clip(own: Any, *_: Any) -> None:
+        for group in own.param_groups:
+            nn.utils.clip_grad_value_(group["params"], 1e-3)
+
+    @torch.no_grad()
+    def decay(own: Any, *_: Any) -> None:
+        for group in own.param_groups:
+            for param in group["params"]:
+                param.mul_(0.9)
+
+    handles = [register_optimizer_step_pre_hook(clip), register_optimizer_step_post_hook(decay)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@EACH_STAGE
+@pytest.mark.usefixtures("hooks_of_all_optimizers")
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam])
+def test_hooks_of_all_optimizers_run_once_around_a_step(make: Any, stage: int) -> None:
+    """NAdam's own step runs on the shards, without them."""
+    expected = runs.net()
+    plain_steps(expected, make(expected.parameters(), lr=1e-2), 0, 2)
+
+    def body(group: zf.Group) -> Any:
+        model = runs.net()
+        own = make(model.parameters(), lr=1e-2)
+        engine_steps(initialized(group, stage, model, optimizer=own), 0, 2)
+        return model.state_dict()
+
+    # One process has one set of hooks, so one rank.
+    assert_same(body(zf.process_group()), expected)
 
 
 def test_an_mpu_without_data_parallel_ranks_is_refused() -> None:
