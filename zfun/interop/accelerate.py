@@ -16,22 +16,18 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
+from zfun.interop._attached import attach, detach
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
-from zfun.interop.engine._live import live_of
-from zfun.interop.engine._moments import empty_state
-from zfun.interop.engine._torch_states import with_own_constants
 from zfun.recipes import Precision
 
 _FOLDER = "zfun"
-# The attributes of an optimizer that belong to an engine.
-_ATTACHED = ("_zfun_engine", "step", "zero_grad")
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accelerator(accelerate.Accelerator):
@@ -90,11 +86,22 @@ class Accelerator(accelerate.Accelerator):
                     "it out of the script and of the configuration of accelerate, and pass zero= "
                     "or a configuration of DeepSpeed to zfun"
                 )
+        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        if hook != DDPCommunicationHookType.NO:
+            raise OptionError(
+                f"zfun sends gradients without hooks of DDP; got comm_hook={hook.value!r} in "
+                "DistributedDataParallelKwargs; leave it out, and pass zero={'compression': ...}"
+            )
+        if mixed_precision not in _HALF:
+            raise OptionError(
+                f"mixed_precision is one of {', '.join(map(repr, _HALF))} under zfun; got "
+                f"{mixed_precision!r}; pass 'bf16'"
+            )
         options = dict(zero) if isinstance(zero, Mapping) else {"stage": zero}
-        dtype = _HALF.get(mixed_precision)
-        self._half = dtype if options.get("precision") is None else None
-        if self._half is torch.float16:
-            options["precision"] = Precision(loss_scale=optim.dynamic_loss_scale())
+        self._half = _HALF[mixed_precision] if options.get("precision") is None else None
+        scaler = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+        if self._half is torch.float16 and scaler.pop("enabled", True):
+            options["precision"] = Precision(loss_scale=optim.grad_scaler(**scaler))
         self.scaler: Any = None
         self.clips_by_default: float | None = UNBOUNDED
         self.ema_decay: float | optim.Schedule | None = None
@@ -119,7 +126,7 @@ class Accelerator(accelerate.Accelerator):
         try:
             if is_new and backend != DynamoBackend.NO:
                 compile_blocks(model, **{**plugin.to_kwargs(), "backend": backend.value.lower()})
-            if is_new and self._half is not None:
+            if is_new and self._casts(None):
                 half = self._autocast()(model.forward)
                 model.forward = functools.wraps(model.forward)(convert_outputs_to_fp32(half))
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -284,11 +291,14 @@ class Accelerator(accelerate.Accelerator):
         # The cache of casts would keep gathered parameters alive.
         return torch.autocast(self.device.type, self._half, cache_enabled=False)
 
+    def _casts(self, handler: Any) -> bool:
+        handler = self.autocast_handler if handler is None else handler
+        return self._half is not None and (handler is None or handler.enabled)
+
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Compute in the dtype of ``mixed_precision``, as a context."""
-        is_on = autocast_handler is None or autocast_handler.enabled
-        with self._autocast() if self._half is not None and is_on else contextlib.nullcontext():
+        with self._autocast() if self._casts(autocast_handler) else contextlib.nullcontext():
             yield
 
     # Checkpoints.
@@ -391,60 +401,3 @@ def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int], name: 
             f"{rule}; got one of shape {others[0]} that the model lacks too; clip each model by a "
             "call of its own, and parameters of a loss with the function of torch.nn.utils"
         )
-
-
-def attach(
-    optimizer: Any, engine: Engine, groups: ParamGroups, has_moments: Callable[[], bool]
-) -> None:
-    """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine.
-
-    Loaded groups keep the constants of this run. Every rank asks for a state that has moments.
-    """
-    inner, joined = optimizer.optimizer, dict(vars(optimizer.optimizer))
-
-    def step(closure: Any = None) -> Any:
-        live = live_of(engine.module)
-        if live is None or live.owner is not engine:
-            raise OptionError(
-                "a model has one optimizer, the last one that prepare() got; got a step of another "
-                "one; pass one optimizer with a parameter group for each, as in torch.optim.AdamW("
-                '[{"params": body, "lr": 1e-4}, {"params": head, "lr": 1e-3}])'
-            )
-        loss = None if closure is None else closure()
-        info = engine.step(boundary=True)
-        optimizer._is_overflow = info is not None and info.skipped
-        return loss
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        engine.zero_grad()
-        for group in inner.param_groups:
-            for param in group["params"]:
-                param.grad = None
-
-    def state_dict() -> dict[str, Any]:
-        if has_moments():
-            return joined["state_dict"]()
-        with empty_state(inner, hooks=True):
-            return type(inner).state_dict(inner)
-
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        if has_moments():
-            joined["load_state_dict"](state_dict)
-            return
-        saved = with_own_constants(engine.state.opt_state, groups, state_dict["param_groups"])
-        with empty_state(inner, hooks=True):
-            type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
-
-    # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
-    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
-    inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
-    inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
-    inner.state_dict, inner.load_state_dict = state_dict, load_state_dict
-
-
-def detach(optimizer: Any) -> None:
-    """Let the steps of an optimizer be its own again."""
-    inner, own = optimizer.optimizer, optimizer.optimizer._zfun_own
-    for name in (*_ATTACHED, "_zfun_own"):
-        del vars(inner)[name]
-    vars(inner).update(own)

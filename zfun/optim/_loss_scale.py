@@ -135,6 +135,36 @@ def dynamic_loss_scale(
     return LossScale(init, update)
 
 
+def grad_scaler(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> LossScale:
+    """The loss scale of ``torch.amp.GradScaler``, with its arguments."""
+
+    def init() -> LossScaleState:
+        return LossScaleState(
+            torch.tensor(init_scale, device="cpu"), _integer(1), _integer(0), _integer(-1)
+        )
+
+    def update(state: LossScaleState, finite: bool | Tensor) -> LossScaleState:
+        clean = torch.as_tensor(finite, device=state.count.device)
+        # The clean steps since the last overflow, with this one.
+        number = state.count - state.last_overflow
+        exact = state.scale.double()  # As torch multiplies.
+        grown = (exact * growth_factor).float()
+        grows = clean & (number % growth_interval == 0) & grown.isfinite()
+        kept = torch.where(grows, grown, state.scale)
+        return state._replace(
+            scale=torch.where(clean, kept, (exact * backoff_factor).float()),
+            count=state.count + 1,
+            last_overflow=torch.where(clean, state.last_overflow, state.count),
+        )
+
+    return LossScale(init, update)
+
+
 @takes(scale=SCALE)
 def static_loss_scale(scale: float) -> LossScale:
     """A constant loss scale.

@@ -253,9 +253,7 @@ def _dtypes(r: _Reading, v: Values) -> _Fields:
             why = 'micro-batches add up in this dtype too; write grad_accum_dtype "fp32" for more'
         r.notes[_REDUCE] = r.notes[_ACCUM] = Note(f"zf.Precision(reduce={reduce})", why)
     if half is None:
-        # torch's scaler of autocast has no hysteresis, and doubles after 2000 steps.
-        is_scaled = autocast is torch.float16
-        scale = optim.dynamic_loss_scale(window=2000, hysteresis=1) if is_scaled else None
+        scale = optim.grad_scaler() if autocast is torch.float16 else None
         return {"precision": Precision(reduce=reduce, loss_scale=scale), "autocast": autocast}
     narrow = v["bf16.bf16_master_weights_and_grads"] and half is torch.bfloat16
     master, scale = None if narrow else torch.float32, _loss_scale(r, v)
