@@ -27,6 +27,8 @@ from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, 
 from zfun.recipes import Precision
 
 _FOLDER = "zfun"
+# Of accelerate's parallelism_config.
+_OTHER_AXES = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 _HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -86,6 +88,12 @@ class Accelerator(accelerate.Accelerator):
                     "it out of the script and of the configuration of accelerate, and pass zero= "
                     "or a configuration of DeepSpeed to zfun"
                 )
+        sizes = {name: getattr(self.parallelism_config, name, 1) for name in _OTHER_AXES}
+        if others := [f"{name}={size}" for name, size in sizes.items() if size != 1]:
+            raise OptionError(
+                f"the processes of an Accelerator are data ranks under zfun; got {others[0]} in "
+                "parallelism_config; leave it out, and pass zero=3 to shard parameters"
+            )
         hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise OptionError(

@@ -7,6 +7,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -117,3 +118,10 @@ def test_another_precision_is_refused() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(OptionError, match=r"mixed_precision is one of 'no', .*got 'fp8'; pass"):
         Accelerator.of(accelerator, 2, "fp8")
+
+
+def test_axes_beside_data_are_refused() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+    with pytest.raises(OptionError, match=r"are data ranks under zfun; got tp_size=2 in paral"):
+        Accelerator.of(accelerator, 2)
