@@ -33,11 +33,14 @@ def whole_by_bucket(flat: Flat) -> Iterator[dict[str, Tensor]]:
 
 def first_names(module: nn.Module) -> dict[int, str]:
     """Return the names of tensors in the state by identity; tied tensors have the first name."""
-    return {
+    names = {
         id(x): name
         for named in (module.named_buffers(), module.named_parameters())
         for name, x in named
     }
+    # A script may have moved or renamed parts of a live module since the state was made.
+    live = getattr(module._parameters, "live", None)
+    return names | live.names if live is not None and live.module is module else names
 
 
 def state_dict_of(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -84,6 +87,11 @@ def with_values(
         leaves[names[id(old)]] = value.detach()
     if extra := {key: values[key] for key in own.keys() - tensors.keys() if key in values}:
         module.load_state_dict(extra, strict=False)
+    return with_leaves(state, leaves)
+
+
+def with_leaves(state: ZeroState, leaves: Mapping[str, Tensor]) -> ZeroState:
+    """Return a state with whole values, by its own names, in the buffers of the old state."""
     ranks = agreement_group(state.params.group)
     # Ranks of one host may share the buffers of whole parameters.
     barrier(ranks)

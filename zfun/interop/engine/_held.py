@@ -15,7 +15,7 @@ from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import OptionError
 from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
-from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_values
+from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_leaves, with_values
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._values import (
@@ -53,6 +53,8 @@ class HeldModule:
     @property
     def state(self) -> ZeroState:
         """The state; assign to go on from another one."""
+        # The module may have assigned new ones.
+        self._buffers.refresh()
         return self._state._replace(buffers=self._buffers.flat)
 
     @state.setter
@@ -228,7 +230,8 @@ class HeldModule:
         self._check_writable("a write")
         self._live.check_read()
         value = broadcast(value.detach().contiguous(), sum_group(self._group), 0, name="written")
-        self.replace({name: value})
+        self._state = with_leaves(self._state, {name: value})
+        self._show()
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[nn.Module]:

@@ -91,7 +91,8 @@ class LiveModule:
         # By name, attributes of a parameter that the tensors of calls have too.
         self.marks: dict[str, Mapping[str, Any]] = {}
         self.module, self._owner = module, weakref.ref(owner)
-        self._names = {id(param): name for name, param in params.items()}
+        # The names in the state, by identity.
+        self.names = {id(param): name for name, param in params.items()}
         self._params, self._shown = dict(params), {**params, **extra}
         # Whole ones too, such as quantised weights.
         self.known = {id(param): param for param in module.parameters()}
@@ -272,7 +273,7 @@ class LiveModule:
 
     def name_of(self, param: Any) -> str | None:
         """Return the name of a parameter of the state; ``None`` for another value."""
-        return self._names.get(id(param))
+        return self.names.get(id(param))
 
     def is_hidden(self, name: str) -> bool:
         """Whether a parameter has no values of its own."""

@@ -97,9 +97,9 @@ def join(optimizer: Any, engine: Any, *, has_moments: bool) -> ShardedMoments:
 
     def count() -> int:
         owner = held()
-        if owner is None or not (has_moments or owner.state.step):
+        state = None if owner is None else owner._state
+        if state is None or not (has_moments or state.step):
             return 0
-        state = owner.state
         moments = tree.leaves(state.opt_state, is_leaf=is_flat)
         return len(state.params.layout.leaves) if any(map(is_flat, moments)) else 0
 
