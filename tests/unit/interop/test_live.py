@@ -730,6 +730,35 @@ def test_compiled_blocks_have_the_same_numbers(stage: int, form: str) -> None:
     assert len(set(found[0])) == 4
 
 
+COMPILED_LATER: dict[str, Callable[[Any], Any]] = {
+    "a block": lambda x: setattr(x.blocks, "1", torch.compile(x.blocks[1], backend="eager")) or x,
+    "block.compile": lambda x: x.blocks[1].compile(backend="eager") or x,
+    "module.compile": lambda x: x.compile(backend="eager") or x,
+    "the module": lambda x: torch.compile(x, backend="eager"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", COMPILED_LATER)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_live_module_that_is_compiled_has_the_same_numbers(stage: int, form: str) -> None:
+    """It ended in internal errors of Dynamo; its own code runs uncompiled."""
+    torch.compiler.reset()
+    losses: list[list[float]] = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        module: Any = Stack()
+        engine = Engine(module, optim.sgd(0.1), zero=stage, group=zf.process_group())
+        call = COMPILED_LATER[form](module) if is_compiled else module
+        losses.append([])
+        for turn in range(3):
+            loss = call(torch.full((2, WIDTH), 0.5 * turn)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+    assert losses[1] == losses[0]
+
+
 def swapped_in(net: Net, kept: dict[str, Any]) -> None:
     """Train an average, swap the average in to evaluate, and swap it out: no copy is made."""
     backup = {}

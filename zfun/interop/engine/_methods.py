@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from zfun import ops
+
 
 class LiveMethod:
     """A method of a live module, or of a part, that a method of the engine runs."""
@@ -25,6 +27,7 @@ class LiveMethod:
         self.is_attribute = name in module.__dict__
         self._run, self._live, self._first = weakref.WeakMethod(run), live, first
 
+    @ops.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run()
         return self.own(*args, **kwargs) if run is None else run(*self._first, *args, **kwargs)
@@ -45,8 +48,12 @@ class LiveMethod:
 
 
 class LiveForward(LiveMethod):
-    """The ``forward`` of a part of a live module: outside of calls, a call of the engine."""
+    """The ``forward`` of a part of a live module: outside of calls, a call of the engine.
 
+    It runs uncompiled, if a script compiles the module when it is live; see ``adopt_compiled``.
+    """
+
+    @ops.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._live.bound is not None:
             return self.own(*args, **kwargs)
