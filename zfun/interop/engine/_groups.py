@@ -114,7 +114,6 @@ class ParamGroups:
         others = [p.requires_grad for _, p in more]
         if self._seen == (seen, others):
             return False
-        self._seen = (seen, others)
         here = {self._names.get(id(p)) for group in self.groups for p in group["params"]}
         if gone := [x for x, label in self.labels.items() if label != _NO_GROUP and x not in here]:
             raise OptionError(
@@ -122,6 +121,7 @@ class ParamGroups:
                 f"{gone[0]!r}; freeze it with requires_grad_(False), and keep the groups",
                 leaf=gone[0],
             )
+        self._seen = (seen, others)
         before, trained = dict(self.labels), {n for n, p in self._params.items() if p.requires_grad}
         self._label(trained | before.keys() | self._retained)
         return self.labels != before
