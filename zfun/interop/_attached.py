@@ -1,4 +1,4 @@
-"""An optimizer of ``accelerate`` whose steps are those of an engine."""
+"""Engines of loops that drop the gradients themselves, and the optimizers of ``accelerate``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,31 @@ from zfun.interop.engine._torch_states import with_own_constants
 
 # The attributes of an optimizer that belong to an engine.
 _ATTACHED = ("_zfun_engine", "step", "zero_grad")
+
+
+class StepEngine(Engine):
+    """An engine whose loop drops the gradients between two steps, as a loop of torch does."""
+
+    is_clean = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.is_clean = True
+
+    def show_grads(self, name: str) -> None:
+        # After a step there are none, so code that drops what it sees drops all.
+        super().show_grads(name)
+        self.is_clean = True
+
+    def step(self, *, boundary: bool | None = None) -> Any:
+        if not self.is_clean:
+            raise OptionError(
+                "a step drops the gradients, where torch would keep them; got two steps without "
+                "zero_grad() between; call optimizer.zero_grad()"
+            )
+        info = super().step(boundary=boundary)
+        self.is_clean = False
+        return info
 
 
 def attach(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
-from zfun.interop._attached import attach, detach
+from zfun.interop._attached import StepEngine, attach, detach
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
 from zfun.recipes import Precision
 
@@ -200,7 +200,7 @@ class Accelerator(accelerate.Accelerator):
             optimizer.optimizer, {**params, **extra}, extra=extra, norm_of_all=True
         )
         groups.ema_decay = self.ema_decay
-        engine = Engine(
+        engine = StepEngine(
             model,
             groups,
             extra=extra,

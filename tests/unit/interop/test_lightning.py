@@ -381,6 +381,14 @@ class Resets(Tiny):
             entry["exp_avg"].zero_()
 
 
+class Keeps(Tiny):
+    """Adds the gradients of two steps."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class Clipping(Tiny):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, 0.5, "norm")
@@ -432,6 +440,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: Resets(OPTIMIZERS["adamw"]),
         {},
         r"got a read of optimizer\.state; call state_dict\(\)",
+    ),
+    "gradients that stay": (
+        Keeps,
+        {},
+        r"got two steps without zero_grad\(\) between; call",
     ),
     "float64": (Tiny, {"precision": "64-true"}, "got '64-true'; pass one of these"),
 }

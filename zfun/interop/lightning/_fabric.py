@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from zfun import optim
 from zfun.collectives import process_group
 from zfun.errors import OptionError
+from zfun.interop._attached import StepEngine
 from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import UNBOUNDED, Engine
+from zfun.interop.engine import UNBOUNDED
 from zfun.interop.lightning import _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import Dtypes
@@ -55,7 +56,7 @@ class ZfunFabricStrategy(DDPStrategy):
     ) -> None:
         own, self._options = divided(options, "precision", "checkpoint_io")
         self._config = given_config(config)
-        self.engines: list[StepEngine] = []
+        self.engines: list[FabricEngine] = []
         super().__init__(accelerator=accelerator, **own)
         self._backward_sync_control = _EachBackward()
 
@@ -142,11 +143,11 @@ class ZfunFabricStrategy(DDPStrategy):
         groups = _runs.groups_of(optimizers, module)
         bound = recipe.max_grad_norm or UNBOUNDED
         if not groups:
-            engines = [StepEngine(module, optim.sgd(0.0), **options)]
+            engines = [FabricEngine(module, optim.sgd(0.0), **options)]
         elif len(groups) == 1:
-            engines = [StepEngine(module, groups[0], clip_norm=bound, **options)]
+            engines = [FabricEngine(module, groups[0], clip_norm=bound, **options)]
         else:
-            engines = _runs.engines_of(module, groups, StepEngine, clip_norm=bound, **options)
+            engines = _runs.engines_of(module, groups, FabricEngine, clip_norm=bound, **options)
         self.engines += engines
         for one, engine in zip(groups, engines, strict=False):
             engine.is_trained = True
@@ -168,7 +169,7 @@ class ZfunFabricStrategy(DDPStrategy):
                 f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                 "norm_type out"
             )
-        engine: StepEngine = optimizer.zfun_engine  # pyrefly: ignore[missing-attribute]
+        engine: FabricEngine = optimizer.zfun_engine  # pyrefly: ignore[missing-attribute]
         # As torch, which leaves the gradients as they are where it raises.
         if error_if_nonfinite and not (norm := engine.norm()).isfinite():
             raise RuntimeError(
@@ -210,7 +211,7 @@ class _EachBackward(_BackwardSyncControl):
 class Scaled(Dtypes):
     """The dtypes of 16 bits, for which the engine scales the loss."""
 
-    engines: Sequence[StepEngine] = ()
+    engines: Sequence[FabricEngine] = ()
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward for one engine, that of the model if there are several."""
@@ -225,38 +226,18 @@ class Scaled(Dtypes):
         found[0].backward(tensor, *args, scale=1.0, **kwargs)
 
 
-class StepEngine(Engine):
-    """An engine of Fabric, whose loop drops the gradients between two steps."""
+class FabricEngine(StepEngine):
+    """An engine of Fabric."""
 
-    is_clean = True
     is_trained = False
     # Fabric compiles models as a whole; blocks are compiled inside of the call.
-    run = torch.compiler.disable(Engine.run)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self.is_clean = True
-
-    def show_grads(self, name: str) -> None:
-        # After a step there are none, so code that drops what it sees drops all.
-        super().show_grads(name)
-        self.is_clean = True
-
-    def step(self, *, boundary: bool | None = None) -> Any:
-        if not self.is_clean:
-            raise OptionError(
-                "a step drops the gradients, where torch would keep them; got two steps without "
-                "zero_grad() between; call optimizer.zero_grad()"
-            )
-        info = super().step(boundary=boundary)
-        self.is_clean = False
-        return info
+    run = torch.compiler.disable(StepEngine.run)
 
 
 class _Stepped:
     """The methods of an optimizer whose steps are those of an engine."""
 
-    zfun_engine: StepEngine
+    zfun_engine: FabricEngine
 
     def step(self, closure: Any = None) -> Any:
         """Step the engine."""
@@ -272,7 +253,7 @@ class _Stepped:
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
 
 
-def attach(optimizer: Any, engine: StepEngine) -> None:
+def attach(optimizer: Any, engine: FabricEngine) -> None:
     """Let an optimizer of torch, which stays the same object, step an engine."""
     cls = type(optimizer)
     # A scheduler has put a step of its own here.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group
 from zfun.errors import OptionError
+from zfun.interop._attached import StepEngine
 from zfun.interop._configured import zero_options
 from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
@@ -93,7 +94,7 @@ def build(
         return AutomaticRun(module, Engine(module, optim.sgd(0.0), **options))
     options["clip_norm"] = UNBOUNDED
     if module.automatic_optimization:
-        return AutomaticRun(module, Engine(module, groups[0], **options))
+        return AutomaticRun(module, StepEngine(module, groups[0], **options))
     if recipe.precision.loss_scale is not None:
         raise OptionError(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
