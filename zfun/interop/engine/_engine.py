@@ -36,7 +36,7 @@ from zfun.interop.engine._live import LiveModule, check_free
 from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
-from zfun.interop.engine._torch_states import torch_state, with_torch_state
+from zfun.interop.engine._torch_states import by_position, torch_state, with_torch_state
 from zfun.interop.engine._values import (
     EngineBuffers,
     carried,
@@ -435,8 +435,8 @@ class Engine(Passes):
             CheckpointError: a moment is missing.
         """
         self._check_writable("load_optimizer_state()")
-        groups, entries = self._torch_groups(), given.get("state", {})
-        groups.retain(name for name, index in groups.positions().items() if index in entries)
+        groups, given = self._torch_groups(), by_position(given)
+        groups.retain(name for name, i in groups.positions().items() if i in given["state"])
         self._settle()
         self._regroup()
         self._state = with_torch_state(self._state, groups, given, whole=whole)

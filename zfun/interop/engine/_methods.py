@@ -15,6 +15,11 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from zfun import ops
+from zfun.errors import ZfunError
+
+
+class _HasNoCode(ZfunError, AttributeError):
+    """An error of zfun that ``hasattr`` takes for an absent name."""
 
 
 class LiveMethod:
@@ -35,6 +40,14 @@ class LiveMethod:
     def of_copy(self, replace: Callable[[Any], Any]) -> Any:
         """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
         return replace(self.own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__code__", "__globals__"):
+            raise _HasNoCode(
+                "torch.export and torch.jit.script take a plain module; got one that an engine "
+                "runs; pass copy.deepcopy() of the module, or call close() of the engine first"
+            )
+        raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the method of the copy of the module."""

@@ -84,11 +84,11 @@ def join(optimizer: Any, engine: Any, *, has_moments: bool) -> ShardedMoments:
             found = _result(hook(optimizer, found), found)
         return found
 
-    def load_state_dict(given: Mapping[str, Any]) -> None:
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         if (owner := held()) is None:
-            type(optimizer).load_state_dict(optimizer, given)
+            type(optimizer).load_state_dict(optimizer, state_dict)
             return
-        given = dict(given)
+        given = dict(state_dict)
         for hook in (*optimizer._optimizer_load_state_dict_pre_hooks.values(),):
             given = _result(hook(optimizer, given), given)
         owner.load_optimizer_state(given)

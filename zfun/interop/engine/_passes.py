@@ -101,6 +101,7 @@ class Passes(HeldModule):
             for tape in tapes:
                 tape.weight = None
         if not self._sum.has_run and not self._strays():
+            self._check_same()
             raise ZfunError(
                 "backward() takes a loss of outputs of this engine since its last step; got a loss "
                 "that depends on none of them; call backward() of the engine that made the outputs"

@@ -85,6 +85,23 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
     }
 
 
+def by_position(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of a torch optimizer, with the places of parameters as keys of their entries.
+
+    As in torch, the keys are those by which the groups name parameters, in their order: functions
+    of ``torch.distributed.checkpoint`` take names.
+    """
+    groups, state = given["param_groups"], given.get("state", {})
+    places = {key: i for i, key in enumerate(key for x in groups for key in x["params"])}
+    if unknown := [key for key in state if key not in places]:
+        raise CheckpointError(
+            "the groups of an optimizer's state name the parameter of each entry; got an entry for "
+            f"{unknown[0]!r}, which is in no group; pass what state_dict() of an optimizer returned"
+        )
+    named = [{**group, "params": [places[key] for key in group["params"]]} for group in groups]
+    return {"param_groups": named, "state": {places[key]: x for key, x in state.items()}}
+
+
 def with_own_constants(opt_state: Any, groups: ParamGroups, saved: Sequence[Any]) -> list[Any]:
     """Return saved parameter groups with the constants that a run keeps, and refuse others."""
     own = [{name: x[name] for name in CONFIGURED if name in x} for x in groups.groups]

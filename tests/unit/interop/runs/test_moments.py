@@ -15,6 +15,12 @@ import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.nn.functional import mse_loss
 
 import zfun as zf
@@ -28,7 +34,7 @@ from tests.unit.interop.runs.test_missed import (
     plain_steps,
     steps,
 )
-from zfun.errors import OptionError
+from zfun.errors import CheckpointError, OptionError
 from zfun.interop import Engine
 from zfun.interop.accelerate import Accelerator
 
@@ -367,6 +373,72 @@ def test_a_parameter_that_leaves_its_group_is_refused(loop: str, case: str, stag
     for _ in range(2):
         with pytest.raises(OptionError, match=r"got groups without leaf '\S+'; freeze it with"):
             step(1, 1)
+
+
+def with_keyword(model: nn.Module, optimizer: Any, again: Callable[[], Any]) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    again()
+    optimizer.load_state_dict(state_dict=saved)
+
+
+def with_other_keys(model: nn.Module, optimizer: Any, again: Callable[[], Any]) -> None:
+    """As in torch, the keys are those in the groups."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    again()
+    optimizer.load_state_dict(
+        {
+            "state": {f"p{key}": entry for key, entry in saved["state"].items()},
+            "param_groups": [
+                {**group, "params": [f"p{key}" for key in group["params"]]}
+                for group in saved["param_groups"]
+            ],
+        }
+    )
+
+
+def with_functions_of_dcp(model: nn.Module, optimizer: Any, again: Callable[[], Any]) -> None:
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    again()
+    set_optimizer_state_dict(model, optimizer, saved)
+
+
+def with_one_function_of_dcp(model: nn.Module, optimizer: Any, again: Callable[[], Any]) -> None:
+    values, moments = copy.deepcopy(get_state_dict(model, optimizer))
+    again()
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=moments)
+
+
+LOADS: dict[str, Callable[[nn.Module, Any, Callable[[], Any]], None]] = {
+    "keyword": with_keyword,
+    "other keys": with_other_keys,
+    "dcp": with_functions_of_dcp,
+    "dcp, both": with_one_function_of_dcp,
+}
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("load", LOADS)
+def test_every_way_to_load_a_state_is_that_of_torch(load: str, stage: int) -> None:
+    expected = runs.net()
+    plain = adamw(expected)
+    plain_steps(expected, plain, 0, 2)
+    LOADS[load](expected, plain, lambda: plain_steps(expected, plain, 2, 1))
+    plain_steps(expected, plain, 3, 2)
+
+    model = runs.net()
+    own, step = trained("engine", stage, model)
+    step(0, 2)
+    LOADS[load](model, own, lambda: step(2, 1))
+    step(3, 2)
+    assert_same(model.state_dict(), expected)
+
+
+def test_an_entry_of_no_group_is_refused() -> None:
+    optimizer, step = trained("engine", 1, runs.net())
+    step(0, 1)
+    saved = optimizer.state_dict()
+    with pytest.raises(CheckpointError, match="got an entry for 'x', which is in no group; pass"):
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], "x": {}}})
 
 
 def accelerated_steps(accelerator: Any, net: Any, optimizer: Any, first: int, count: int) -> None:

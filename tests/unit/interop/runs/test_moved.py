@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.utils import prune
 
 import zfun as zf
 from tests.unit.interop.runs.test_missed import EACH_STAGE
+from zfun.errors import OptionError, ZfunError
 from zfun.interop import Engine
 
 
@@ -164,3 +166,31 @@ def test_an_assigned_buffer_stays(ranks: int, after: str, stage: int, tmp_path: 
 
     for found in zf.simulate(ranks, body):
         assert found == [0.0, 1.0, 2.0, 3.0]
+
+
+EXPORTS: dict[str, Callable[[Any], Any]] = {
+    "export": lambda net: torch.export.export(net, (torch.ones(2, 4),)).module(),
+    "script": torch.jit.script,
+}
+
+
+@EACH_STAGE
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("export", EXPORTS)
+def test_a_live_module_is_exported_from_a_copy(export: str, stage: int) -> None:
+    net, x = Net().eval(), torch.ones(2, 4)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), zero=stage)
+    with pytest.raises(ZfunError, match=r"take a plain module; .*pass copy\.deepcopy\(\)"):
+        EXPORTS[export](net)
+    with torch.no_grad():
+        torch.testing.assert_close(EXPORTS[export](copy.deepcopy(net))(x), engine(x))
+
+
+@EACH_STAGE
+def test_a_load_that_assigns_parameters_is_refused(stage: int) -> None:
+    net = Net()
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), zero=stage)
+    net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
+    loss = net(torch.ones(3, 4)).sum()
+    with pytest.raises(OptionError, match=r"got another one at 'first\.weight'; write values"):
+        engine.backward(loss)
