@@ -13,6 +13,8 @@ from zfun.interop.engine._torch_states import with_own_constants
 
 # The attributes of an optimizer that belong to an engine.
 _ATTACHED = ("_zfun_engine", "step", "zero_grad")
+# One group more, so that an optimizer of torch alone refuses a state whose moments lie elsewhere.
+_ELSEWHERE = {"params": [], "zfun": "the moments are in the folder zfun beside this file"}
 
 
 class StepEngine(Engine):
@@ -72,13 +74,15 @@ def attach(
         if has_moments():
             return joined["state_dict"]()
         with empty_state(inner, hooks=True):
-            return type(inner).state_dict(inner)
+            found = type(inner).state_dict(inner)
+        return {**found, "param_groups": [*found["param_groups"], _ELSEWHERE]}
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         if has_moments():
             joined["load_state_dict"](state_dict)
             return
-        saved = with_own_constants(engine.state.opt_state, groups, state_dict["param_groups"])
+        given = [group for group in state_dict["param_groups"] if "zfun" not in group]
+        saved = with_own_constants(engine.state.opt_state, groups, given)
         with empty_state(inner, hooks=True):
             type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
 
