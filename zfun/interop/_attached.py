@@ -14,7 +14,10 @@ from zfun.interop.engine._torch_states import with_own_constants
 # The attributes of an optimizer that belong to an engine.
 _ATTACHED = ("_zfun_engine", "step", "zero_grad")
 # One group more, so that an optimizer of torch alone refuses a state whose moments lie elsewhere.
-_ELSEWHERE = {"params": [], "zfun": "the moments are in the folder zfun beside this file"}
+_ELSEWHERE: dict[str, Any] = {
+    "params": [],
+    "zfun": "the moments are in the folder zfun beside this file",
+}
 
 
 class StepEngine(Engine):
