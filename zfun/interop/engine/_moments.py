@@ -19,46 +19,82 @@ _HOOKS = [f"_optimizer_{name}_{when}_hooks" for name in _STATE_DICTS for when in
 class ShardedMoments(MutableMapping[Any, Any]):
     """The ``state`` of a torch optimizer whose moments an engine has.
 
-    Empty before the first step, and without moments, as in torch. Else it has an entry for each
-    trained leaf, which nobody can read or write here: code that resets moments would reset nothing.
+    Empty before the first step, and without moments, as in torch. Else it has an opaque entry for
+    each parameter of the groups, as code that moves a state between devices looks at all of them.
+    A read or a write of an entry is refused: code that resets moments would reset nothing.
 
     Args:
-        count: returns the number of entries.
+        params: returns the parameters that have moments.
     """
 
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
+    def __init__(self, params: Callable[[], list[Any]]) -> None:
+        self._params = params
 
     def __len__(self) -> int:
-        return self._count()
+        return len(self._params())
 
     def __iter__(self) -> Iterator[Any]:
-        return self._refuse("a read") if len(self) else iter(())
+        return iter(self._params())
 
     def __contains__(self, key: object) -> bool:
-        return len(self) > 0
+        return any(key is param for param in self._params())
 
     def __getitem__(self, key: Any) -> Any:
-        self._refuse("a read")
+        return _ENTRY if key in self else _refuse("a read")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse("a write")
+        if value is not _ENTRY:
+            _refuse("a write")
 
     def __delitem__(self, key: Any) -> None:
-        self._refuse("a write")
+        _refuse("a write")
 
     def clear(self) -> None:
-        self._refuse("a write")
+        _refuse("a write")
 
     def __reduce__(self) -> Any:
-        return self._refuse("a copy") if len(self) else (defaultdict, (dict,))
+        return _refuse("a copy") if len(self) else (defaultdict, (dict,))
 
-    def _refuse(self, use: str) -> NoReturn:
-        raise OptionError(
-            f"the moments of an engine's optimizer are sharded; got {use} of optimizer.state; call "
-            "state_dict() or load_state_dict() of the optimizer, on every rank, and the engine's "
-            "step()"
-        )
+
+class _Entry:
+    """The moments of a parameter, which nobody can read or write here."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Methods of a dict. Others are asked for to learn the type.
+        if name in vars(dict) and not name.startswith("__"):
+            _refuse("a read")
+        raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        _refuse("a read")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse("a write")
+
+    def __delitem__(self, key: Any) -> None:
+        _refuse("a write")
+
+    def __iter__(self) -> Iterator[Any]:
+        _refuse("a read")
+
+    def __len__(self) -> int:
+        return _refuse("a read")
+
+    def __contains__(self, key: object) -> bool:
+        _refuse("a read")
+
+    def __reduce__(self) -> Any:
+        _refuse("a copy")
+
+
+_ENTRY = _Entry()
+
+
+def _refuse(use: str) -> NoReturn:
+    raise OptionError(
+        f"the moments of an engine's optimizer are sharded; got {use} of optimizer.state; call "
+        "state_dict() or load_state_dict() of the optimizer, on every rank, and the engine's step()"
+    )
 
 
 def join(optimizer: Any, engine: Any, *, has_moments: bool) -> ShardedMoments:
@@ -95,16 +131,16 @@ def join(optimizer: Any, engine: Any, *, has_moments: bool) -> ShardedMoments:
         for hook in (*optimizer._optimizer_load_state_dict_post_hooks.values(),):
             hook(optimizer)
 
-    def count() -> int:
+    def params() -> list[Any]:
         owner = held()
         state = None if owner is None else owner._state
         if state is None or not (has_moments or state.step):
-            return 0
-        moments = tree.leaves(state.opt_state, is_leaf=is_flat)
-        return len(state.params.layout.leaves) if any(map(is_flat, moments)) else 0
+            return []
+        has_any = any(map(is_flat, tree.leaves(state.opt_state, is_leaf=is_flat)))
+        return [p for group in optimizer.param_groups for p in group["params"]] if has_any else []
 
     vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)
-    optimizer.state = ShardedMoments(count)
+    optimizer.state = ShardedMoments(params)
     return optimizer.state
 
 
