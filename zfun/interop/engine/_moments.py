@@ -56,7 +56,7 @@ class ShardedMoments(MutableMapping[Any, Any]):
         return _refuse("a copy") if len(self) else (defaultdict, (dict,))
 
 
-class _Entry:
+class _OpaqueMoments:
     """The moments of a parameter, which nobody can read or write here."""
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +87,7 @@ class _Entry:
         _refuse("a copy")
 
 
-_ENTRY = _Entry()
+_ENTRY = _OpaqueMoments()
 
 
 def _refuse(use: str) -> NoReturn:
