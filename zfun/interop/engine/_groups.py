@@ -58,7 +58,7 @@ class ParamGroups:
         self._first: dict[str, dict[str, Any]] = {}
         # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
-        # What the optimizer has as its state while an engine has the moments.
+        # The state of the optimizer while an engine has the moments.
         self._moments: ShardedMoments | None = None
         # Of an average of the parameters, if there is one.
         self.ema_decay: float | optim.Schedule | None = None

@@ -1,4 +1,4 @@
-"""What a torch optimizer is while an engine steps for it: groups, and no moments of its own."""
+"""A torch optimizer while an engine steps for it: groups, and no moments of its own."""
 
 from __future__ import annotations
 

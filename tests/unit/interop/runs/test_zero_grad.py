@@ -1,4 +1,4 @@
-"""Who drops the gradients of a step: the loop, as in torch."""
+"""The loop drops the gradients of a step, as in torch."""
 
 from __future__ import annotations
 
