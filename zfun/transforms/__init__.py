@@ -38,6 +38,7 @@ from zfun.transforms.optimizer._plan import UpdatePlan, UpdateStep, plan_update
 from zfun.transforms.optimizer._probe import probe
 from zfun.transforms.optimizer._shard_optimizer import shard_optimizer
 from zfun.transforms.optimizer._states import check_state, kind_of_state
+from zfun.transforms.params._cursor import UntoldUse, told_order
 from zfun.transforms.params._schedule import SCHEDULE as SCHEDULE
 from zfun.transforms.params._schedule import Schedule, schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions, secondary_of

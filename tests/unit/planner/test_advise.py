@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -14,8 +15,8 @@ import zfun as zf
 from tests.conftest import FORM
 from zfun import cli
 from zfun.planner import Advice, Candidate, Hardware, Model, advise
-from zfun.planner.plans._bare import Taught
 from zfun.planner.plans._bounds import Bounds
+from zfun.transforms import Event, TracedBucket, UntoldUse, told_order
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -159,21 +160,71 @@ def loss_and_means(params: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
     return zf.transforms.weighted_mean(loss(params, x), 32.0), x.mean()
 
 
-@pytest.mark.parametrize("model", [MODEL, Model(loss_and_means, PARAMS, MODEL.batch)])
-def test_a_lesson_teaches_stage_3_all_that_a_step_does(model: Model) -> None:
+# Activations are small beside the buckets, of which each layer has some.
+LAYERS = Model(
+    loss,
+    {"h": [{"up": empty(256, 2048), "down": empty(2048, 256)} for _ in range(4)]},
+    empty(4, 256),
+    recomputed=recomputed,
+)
+
+
+def plan_of(choice: Candidate, model: Model, **options: Any) -> zf.planner.Plan:
+    make = lambda group: choice.of(model, group)
+    return zf.plan(make, model.params, model.batch, 4, device="meta", **options)
+
+
+TIED = {"a": empty(64, 64), "b": empty(64, 64)}
+
+
+def branched(params: Any, x: torch.Tensor) -> torch.Tensor:
+    x = torch.tanh(x @ params["b"]) @ params["a"]
+    return (x @ params["b"] + params["b"].detach().sum()).sum()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        LAYERS,
+        Model(loss_and_means, PARAMS, MODEL.batch),
+        Model(branched, {"c": [empty(2000)], **TIED, "tied": TIED["a"]}, empty(8, 64)),
+    ],
+)
+def test_the_order_of_use_of_a_bare_loss_is_all_that_a_first_step_learns(model: Model) -> None:
+    bounds = Bounds(model, zf.collectives.abstract_group(4))
     space = [one for one in model.candidates(4, ranks_per_host=2) if one.stage == 3]
-    for one in random.Random(0).sample(space, 6 if FORM == "all" else 2):
-        learnt, taught = (
-            zf.plan(
-                lambda group, one=one, around=around: around(one.of(model, group)),
-                model.params,
-                model.batch,
-                4,
-                device="meta",
-            )
-            for around in (lambda zero: zero, lambda zero: Taught(zero, 1))
-        )
-        assert taught == learnt, one
+    for one in random.Random(0).sample(space, 12 if FORM == "all" else 3):
+        token = told_order.set(bounds.order(one))
+        try:
+            told = plan_of(one, model, steps=1)
+        finally:
+            told_order.reset(token)
+        assert told == plan_of(one, model), one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"forward": (0, 1, 2, 3, 4, 5, 6, 7, 6)},
+        {"forward": (0, 1, 3, 2, 4, 5, 6, 7)},
+        {"forward": (0, 1, 2, 3, 4, 5, 6)},
+        {"backward": tuple(Event("reduce", bucket) for bucket in range(8))},
+        {"backward": (Event("use", 7), Event("use", 0))},
+        {"buckets": (TracedBucket("", (), 1, 1, 1, 1),) * 9},
+    ],
+    ids=str,
+)
+def test_an_order_of_use_that_a_loss_does_not_have_is_refused(change: dict[str, Any]) -> None:
+    choice = Candidate(3, lean=True)
+    order = Bounds(LAYERS, zf.collectives.abstract_group(4)).order(choice)
+    assert order is not None
+    token = told_order.set(dataclasses.replace(order, **change))
+    try:
+        with pytest.raises(UntoldUse, match="an order of use was told that the loss does not have"):
+            plan_of(choice, LAYERS, steps=1)
+    finally:
+        told_order.reset(token)
 
 
 def test_the_bounds_of_stage_3_know_gathered_and_packed_buckets() -> None:
@@ -201,12 +252,8 @@ STORED = {"offloaded": ("params", "optimizer")}
     ids=str,
 )
 def test_bounds_know_the_gathers_and_the_sums_in_flight(share: float, choice: Candidate) -> None:
-    # Activations are small beside the buckets, of which each layer has some.
-    params = {"h": [{"up": empty(256, 2048), "down": empty(2048, 256)} for _ in range(4)]}
-    model = Model(loss, params, empty(4, 256), recomputed=recomputed)
-    bound = Bounds(model, zf.collectives.abstract_group(4))(choice, machine(1.0))
-    make = lambda group: Taught(choice.of(model, group), 1)
-    plan = zf.plan(make, params, model.batch, 4, device="meta")
+    bound = Bounds(LAYERS, zf.collectives.abstract_group(4))(choice, machine(1.0))
+    plan = plan_of(choice, LAYERS)
     assert share * plan.peak.device.total <= bound.device <= plan.peak.device.total
 
 

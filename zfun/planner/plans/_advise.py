@@ -29,7 +29,6 @@ from zfun.collectives import Group, abstract_group
 from zfun.errors import OptionError
 from zfun.options import BOOL, instance, takes
 from zfun.planner._parts import peaks_of
-from zfun.planner.plans._bare import Taught
 from zfun.planner.plans._bounds import Bound, Bounds
 from zfun.planner.plans._hardware import HARDWARE, Forecast, Hardware, StepWork
 from zfun.planner.plans._meshes import MeshCandidate, MeshModel, stages_of
@@ -37,7 +36,7 @@ from zfun.planner.plans._plan import GROUP_OR_SIZE, plan
 from zfun.planner.plans._record import Plan
 from zfun.planner.plans._space import Candidate, Model, candidates
 from zfun.tables import html_table, in_bytes, in_columns
-from zfun.transforms import map_batch
+from zfun.transforms import UntoldUse, map_batch, told_order
 
 _MOST_DOUBLINGS = 4
 # Rounding of sums of times.
@@ -172,7 +171,8 @@ class Advice:
             return _rung_of_mesh(composition, "", plan, self.hardware)
         assert isinstance(self.model, Model)
         batch = _longer(self.model.batch, factor)
-        return _tried(composition, "", self.model, batch, self.hardware, self.group)
+        bounds = Bounds(self.model, self.group)
+        return _tried(composition, "", bounds, batch, self.hardware, self.group)
 
     def _mark(self, composition: Any) -> str:
         return "* " if self.best is not None and composition == self.best.composition else ""
@@ -298,12 +298,12 @@ def _search(
         if bound.excess(hardware):
             continue
         why = "the shortest least time of those left"
-        rung = _tried(bound.composition, why, model, model.batch, hardware, group)
+        rung = _tried(bound.composition, why, bound_of, model.batch, hardware, group)
         rungs.append(rung)
         if not _is_true(bound, rung):
             why = "the bounds are wrong for this model"
             choices = (one.composition for one in bounds)
-            rungs = [_tried(one, why, model, model.batch, hardware, group) for one in choices]
+            rungs = [_tried(one, why, bound_of, model.batch, hardware, group) for one in choices]
             best = _fastest(rungs)
             break
         best = _fastest(rungs)
@@ -402,18 +402,26 @@ def _num_choices(choice: Candidate) -> tuple[int, int]:
 def _tried(
     composition: Candidate,
     why: str,
-    model: Model,
+    bounds: Bounds,
     batch: Any,
     hardware: Hardware,
     group: Group,
 ) -> Rung:
+    model = bounds.model
     key = "plan", composition, group.size, group.rank
     found = model.known.get(key) if batch is model.batch else None
     if found is None:
-        # At stages 1 and 2 the first step is like all others, because it learns no order of use.
-        steps = 2 if composition.stage == 3 else 1
-        make = lambda group: Taught(composition.of(model, group), steps - 1)
-        found = plan(make, model.params, batch, group, steps=steps, device="meta")
+        make = functools.partial(composition.of, model)
+        # All steps are like the first, because the order of use is known already.
+        token = told_order.set(bounds.order(composition))
+        try:
+            found = plan(make, model.params, batch, group, steps=1, device="meta")
+        except UntoldUse:
+            # Leaves that are not trained, or a loss that is another one for another batch.
+            told_order.set(None)
+            found = plan(make, model.params, batch, group, steps=2, device="meta")
+        finally:
+            told_order.reset(token)
         if batch is model.batch:
             model.known[key] = found
     return Rung(composition, why, found, found.on(hardware), found.excess(hardware))

@@ -11,7 +11,6 @@ from torch import Tensor
 from zfun import tree
 from zfun.planner._buffers import storage_of
 from zfun.planner._meter import Meter, tensors_in
-from zfun.recipes import Zero
 from zfun.transforms import cast, split_batch
 from zfun.transforms.call._lazy import BucketSource, LazyLeaf
 from zfun.transforms.grads._value import WeightedMean
@@ -128,29 +127,6 @@ class Bare:
 
     def _mark(self, kind: str, leaf: int) -> None:
         self.marks.append(Mark(kind, leaf, self._meter.num_moments))
-
-
-class Taught:
-    """A recipe whose first steps only learn the order of use: from the gradient of a micro-batch.
-
-    Where a loss is the mean over eight micro-batches, a lesson costs an eighth of a step.
-    """
-
-    def __init__(self, zero: Zero[Any, Any], num_lessons: int) -> None:
-        self._zero, self._num_lessons = zero, num_lessons
-        self.init = zero.init
-
-    def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        options = self._zero.options
-        if self._num_lessons == 0 or options is None:
-            return self._zero.step(state, batch)
-        self._num_lessons -= 1
-        part = _first_part(batch, options.num_micro_batches)
-        out, pullback, _ = self._zero.vjp(options.loss_fn, state, part)
-        # The first output is the loss, or the total of a mean, whatever comes beside.
-        first = torch.ones_like(tree.leaves(out)[0])
-        pullback(first if isinstance(out, Tensor) else {pullback.paths[0]: first})
-        return state, None
 
 
 def _first_part(batch: Any, num_micro_batches: int) -> Any:

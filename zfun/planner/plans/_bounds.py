@@ -11,6 +11,7 @@ same composition.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from zfun.planner.plans._peaks import (
 from zfun.planner.plans._plan import plan
 from zfun.planner.plans._space import Candidate, Model
 from zfun.recipes import policy_of
-from zfun.transforms import Schedule, ScheduleOptions, TracedBucket, schedule
+from zfun.transforms import Schedule, ScheduleOptions, Trace, TracedBucket, schedule
 
 
 class Bound(NamedTuple):
@@ -94,16 +95,31 @@ class _Traffic(NamedTuple):
     buckets: tuple[BucketBytes, ...]
 
 
+class _BucketHops(NamedTuple):
+    """The hops of a bucket, as in :class:`_Traffic`, its bytes, and two itemsizes of gradients."""
+
+    gather: list[PricedHop]
+    again: list[PricedHop]
+    sum: list[PricedHop]
+    whole: list[PricedHop]
+    held: BucketBytes
+    grad: int
+    reduced: int
+
+
 class Bounds:
     """Bounds of all compositions of a model; remembers what they share.
 
     Args:
         model: the model.
         group: the ranks, as in :func:`plan`.
+
+    Attributes:
+        model: as given.
     """
 
     def __init__(self, model: Model, group: Group) -> None:
-        self._model, self._group = model, abstract_group(group.size, group.rank)
+        self.model, self._group = model, abstract_group(group.size, group.rank)
         key = "bounds", group.size, group.rank
         self._known: dict[Any, Any] = model.known.setdefault(key, {})
 
@@ -121,18 +137,9 @@ class Bounds:
             self._loss_of, choice.recomputed, choice.num_micro_batches, choice.precision
         )
         whole = self._once(self._state_of, choice.precision)
-        traffic = self._once(
-            self._traffic_of,
-            choice.closes_at,
-            choice.prefetch,
-            choice.inner,
-            choice.hybrid,
-            choice.secondary,
-            choice.compressed,
-            choice.precision,
-        )
+        traffic = self._traffic(choice)
         sizes = self._once(self._itemsizes, choice.precision)
-        shards = choice.placed(self._group).size
+        shards = self._once(self._num_shards, choice.inner, choice.hybrid)
         state = whole._replace(masters=whole.masters // shards, moments=whole.moments // shards)
         kept = {
             "params": state.params // shards if is_third else state.params,
@@ -150,10 +157,8 @@ class Bounds:
             buckets = (NO_BYTES,) * len(buckets)
         else:
             # Sums of several micro-batches are counted above, and a disk is read into host memory.
-            absent = {"summed": 0} if k > 1 else {}
-            if choice.on_disk or "params" not in choice.offloaded:
-                absent["read"] = 0
-            buckets = tuple(bucket._replace(**absent) for bucket in buckets)
+            is_read = "params" in choice.offloaded and not choice.on_disk
+            buckets = self._once(_counted_at_once, buckets, k == 1, is_read)
         options = ScheduleOptions(prefetch=choice.prefetch, secondary=choice.secondary)
         peak = self._once(
             self._peak_of,
@@ -184,6 +189,19 @@ class Bounds:
         """Return the bytes of the state of one rank."""
         return self._once(self._state_of, precision)
 
+    def order(self, choice: Candidate) -> Trace | None:
+        """Return the order in which a composition uses its buckets, if it gathers any."""
+        if choice.stage != 3:
+            return None
+        loss = self._loss_of, choice.recomputed, choice.num_micro_batches, choice.precision
+        traffic = self._traffic(choice)
+        buckets = (_ANY_BUCKET,) * len(traffic.buckets)
+        return trace_of_pass(self._once(*loss), traffic.bucket_of_leaf, buckets, 2)
+
+    def _traffic(self, choice: Candidate) -> _Traffic:
+        same = {"stage": 3, "recomputed": False, "num_micro_batches": 1}
+        return self._once(self._traffic_of, choice._replace(**same, offloaded=(), on_disk=False))
+
     def _once(self, make: Any, *args: Any) -> Any:
         key = make.__name__, *args
         if key not in self._known:
@@ -191,7 +209,7 @@ class Bounds:
         return self._known[key]
 
     def _loss_of(self, recomputed: bool, num_micro_batches: int, precision: Any) -> LossPlan:
-        model = self._model
+        model = self.model
         loss = model.recomputed if recomputed and model.recomputed else model.loss
         bare = Bare(loss, num_micro_batches, policy_of(precision).compute)
         return plan_of_loss(bare, model.params, model.batch, self._group)
@@ -208,7 +226,7 @@ class Bounds:
         model = recomputed, num_micro_batches, precision
         loss = self._once(self._loss_of, *model)
         dtype = policy_of(precision).compute
-        leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree.leaves(self.model.params) if isinstance(leaf, Tensor)]
         sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
         gathers = None
         if options is not None:
@@ -227,13 +245,12 @@ class Bounds:
         options: ScheduleOptions,
     ) -> Schedule:
         loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
-        # Sizes do not matter where the room has no limit.
-        bucket = TracedBucket("", (), 1, 1, 1, 1, stored_itemsize=int(is_stored))
+        bucket = dataclasses.replace(_ANY_BUCKET, stored_itemsize=int(is_stored))
         trace = trace_of_pass(loss, bucket_of_leaf, (bucket,) * num_buckets, 2)
         return schedule(trace, options)
 
     def _state_of(self, precision: Any) -> StateBytes:
-        model, one = self._model, abstract_group(1)
+        model, one = self.model, abstract_group(1)
         # One rank has no padding between the shards; that of its buckets is left out.
         choice = Candidate(1, precision=precision, bucket_bytes=2**60)
         make = lambda group: Still(choice.of(model, group).init)
@@ -241,10 +258,13 @@ class Bounds:
         rows = [row for row in found.by_path if row.path != "padding"]
         return StateBytes(*(sum(getattr(row, part) for row in rows) for part in StateBytes._fields))
 
+    def _num_shards(self, inner: int, hybrid: bool) -> int:
+        return Candidate(3, inner=inner, hybrid=hybrid).placed(self._group).size
+
     def _itemsizes(self, precision: Any) -> _Itemsizes:
         """Return the least itemsizes of the parameters and of reduced gradients."""
         policy = policy_of(precision)
-        leaves = [leaf for leaf in tree.leaves(self._model.params) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree.leaves(self.model.params) if isinstance(leaf, Tensor)]
         kept = [policy.param or leaf.dtype for leaf in leaves]
         return _Itemsizes(
             min(dtype.itemsize for dtype in kept),
@@ -253,46 +273,28 @@ class Bounds:
 
     def _layout_of(self, size: int, closes_at: int, precision: Any) -> Layout:
         dtype = policy_of(precision).param
-        return layout_of(self._model.params, size, closes_at, dtype=dtype)
+        return layout_of(self.model.params, size, closes_at, dtype=dtype)
 
-    def _traffic_of(
-        self,
-        closes_at: int,
-        prefetch: int,
-        inner: int,
-        hybrid: bool,
-        secondary: bool,
-        compressed: tuple[str, ...],
-        precision: Any,
-    ) -> _Traffic:
-        choice = Candidate(3, precision=precision, inner=inner, hybrid=hybrid)
+    def _traffic_of(self, choice: Candidate) -> _Traffic:
+        precision, secondary, compressed = choice.precision, choice.secondary, choice.compressed
         group, policy = choice.placed(self._group), policy_of(precision)
         size = sum_group(group).size
-        layout = self._once(self._layout_of, size, closes_at, precision)
-        # Most buckets are equal.
-        gather_of, sum_of = functools.cache(price_of_gather), functools.cache(price_of_sum)
+        layout = self._once(self._layout_of, size, choice.closes_at, precision)
         codec = int8()
         of_params = codec if "params" in compressed else None
         of_grads = codec if "grads" in compressed else None
-        hops: dict[str, list[PricedHop]] = {"gather": [], "again": [], "sum": [], "whole": []}
-        # The largest buckets, because those in use at the turn are not known here.
-        ranked = sorted(range(len(layout.buckets)), key=lambda b: layout.buckets[b].padded_numel)
-        stays = frozenset(ranked[-1 - prefetch :])
-        packed = 0
-        buckets: list[BucketBytes] = []
-        for index, bucket in enumerate(layout.buckets):
-            numel, kept = bucket.padded_numel, bucket.dtype.itemsize
-            sent = (policy.compute or bucket.dtype).itemsize
-            gather = again = gather_of(numel // group.size, sent, group, of_params)
+
+        # Most buckets are equal.
+        @functools.cache
+        def hops_of(numel: int, dtype: torch.dtype) -> _BucketHops:
+            sent, kept = (policy.compute or dtype).itemsize, dtype.itemsize
+            gather = again = price_of_gather(numel // group.size, sent, group, of_params)
             if secondary and isinstance(group, Mesh):
                 itemsize = sent if of_params is None else kept
-                again = gather_of(numel // group.inner.size, itemsize, group.inner, None)
-            hops["gather"] += gather
-            hops["again"] += [] if index in stays else again
-            grad, reduced = sent, _reduced(bucket.dtype, policy.reduce)
-            summing = sum_of(numel, reduced, group, of_grads)
-            hops["sum"] += summing
-            hops["whole"] += gather_of(numel // group.size, kept, group, None)
+                again = price_of_gather(numel // group.inner.size, itemsize, group.inner, None)
+            reduced = _reduced(dtype, policy.reduce)
+            summing = price_of_sum(numel, reduced, group, of_grads)
+            whole = price_of_gather(numel // group.size, kept, group, None)
             summed = numel // group.size * reduced
             # A codec makes one message from the packed gradients, and receives another.
             own, ranks = _own(summing[0], group)
@@ -306,10 +308,26 @@ class Bounds:
             flying = sending + (numel * reduced if of_grads is None else 0)
             read = numel // group.size * kept
             held = numel * sent, numel * reduced, sending, flying, summed, part, *arriving, read
-            buckets.append(BucketBytes(*map(counted, held)))
-            is_packed = len(bucket.leaves) > 1 or grad != reduced
-            grads = sum(counted(layout.leaves[leaf].numel * grad) for leaf in bucket.leaves)
-            packed = max(packed, counted(numel * reduced) + grads * is_packed)
+            bucket = BucketBytes(*map(counted, held))
+            return _BucketHops(gather, again, summing, whole, bucket, sent, reduced)
+
+        hops: dict[str, list[PricedHop]] = {"gather": [], "again": [], "sum": [], "whole": []}
+        # The largest buckets, because those in use at the turn are not known here.
+        ranked = sorted(range(len(layout.buckets)), key=lambda b: layout.buckets[b].padded_numel)
+        stays = frozenset(ranked[-1 - choice.prefetch :])
+        packed = 0
+        buckets: list[BucketBytes] = []
+        for index, bucket in enumerate(layout.buckets):
+            found = hops_of(bucket.padded_numel, bucket.dtype)
+            hops["gather"] += found.gather
+            hops["again"] += [] if index in stays else found.again
+            hops["sum"] += found.sum
+            hops["whole"] += found.whole
+            buckets.append(found.held)
+            is_packed = len(bucket.leaves) > 1 or found.grad != found.reduced
+            grads = sum(counted(layout.leaves[leaf].numel * found.grad) for leaf in bucket.leaves)
+            message = counted(bucket.padded_numel * found.reduced)
+            packed = max(packed, message + grads * is_packed)
         return _Traffic(
             _by_axis(hops["gather"]),
             _by_axis(hops["again"]),
@@ -326,6 +344,10 @@ class Bounds:
         )
 
 
+# Sizes do not matter where the room has no limit.
+_ANY_BUCKET = TracedBucket("", (), 1, 1, 1, 1)
+
+
 class _Itemsizes(NamedTuple):
     param: int
     grad: int
@@ -334,6 +356,15 @@ class _Itemsizes(NamedTuple):
 def _reduced(dtype: torch.dtype, reduce: torch.dtype | None) -> int:
     is_half = dtype in (torch.bfloat16, torch.float16)
     return (reduce or (torch.float32 if is_half else dtype)).itemsize
+
+
+def _counted_at_once(
+    buckets: tuple[BucketBytes, ...], sums_once: bool, is_read: bool
+) -> tuple[BucketBytes, ...]:
+    """Leave out what a bucket does not hold."""
+    absent = ({} if sums_once else {"summed": 0}) | ({} if is_read else {"read": 0})
+    of = functools.cache(lambda bucket: bucket._replace(**absent))
+    return tuple(map(of, buckets))
 
 
 def _arriving(hops: list[PricedHop], group: Group, codec: Codec | None) -> int:

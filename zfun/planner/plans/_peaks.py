@@ -215,13 +215,14 @@ class _Gathers:
         self._buckets = buckets
         self._steps, self._turn, self._place = gathers.steps, gathers.turn, 0
         self._held: dict[int, int] = {}
+        self._sum = 0
         self._now = -1
 
     def bytes_with(self, bucket: int) -> int:
         """Return the bytes of all gathers, where an operation uses a bucket, if any."""
         # A block that was recomputed holds what the schedule has released.
         used = 0 if bucket < 0 else self._buckets[bucket].gathered - self._held.get(bucket, 0)
-        return sum(self._held.values()) + used
+        return self._sum + used
 
     def use(self, bucket: int) -> None:
         """Take the steps up to the use of a bucket."""
@@ -240,24 +241,26 @@ class _Gathers:
         self._now = -1
 
     def _run_to(self, kind: str, bucket: int) -> None:
-        places = range(self._place, len(self._steps))
-        self._run(next(p + 1 for p in places if self._steps[p][:2] == (kind, bucket)))
+        end = self._place
+        while self._steps[end][:2] != (kind, bucket):
+            end += 1
+        self._run(end + 1)
 
     def _run(self, end: int) -> None:
+        held = self._held
         for step in self._steps[self._place : end]:
             sizes = self._buckets[step.bucket]
             if step.kind == "read":
-                self._held[~step.bucket] = sizes.read
+                held[~step.bucket] = sizes.read
             elif step.kind == "gather":
-                self._held.pop(~step.bucket, None)
-                self._held[step.bucket] = (
-                    sizes.again if step.phase == "backward" else sizes.arriving
-                )
+                held.pop(~step.bucket, None)
+                held[step.bucket] = sizes.again if step.phase == "backward" else sizes.arriving
             elif step.kind == "use":
-                self._held[step.bucket] = sizes.gathered
+                held[step.bucket] = sizes.gathered
             elif step.kind == "release":
-                self._held.pop(step.bucket, None)
-        self._place = max(self._place, end)
+                held.pop(step.bucket, None)
+        if end > self._place:
+            self._place, self._sum = end, sum(held.values())
 
 
 def _released(bucket: int) -> tuple[Step, ...]:

@@ -15,7 +15,7 @@ from zfun.collectives import Group
 from zfun.transforms.call._buckets import BucketShard
 from zfun.transforms.call._executor import Executor
 from zfun.transforms.call._trace import Event, Phase, Step, Trace, TracedBucket
-from zfun.transforms.params._cursor import ScheduleCursor, SchedulePlan, of_rank_0
+from zfun.transforms.params._cursor import ScheduleCursor, SchedulePlan, UntoldUse, of_rank_0
 from zfun.transforms.params._divergence import Divergence
 from zfun.transforms.params._schedule import schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions
@@ -145,9 +145,10 @@ class Course:
         self._ahead = ahead
         # The first pass follows no schedule, until the ranks have agreed on one.
         plan = self.plan
-        self.diverged = self._divergence.end_forward(
-            has_diverged=plan is not None and self._has_diverged(plan)
-        )
+        has_diverged = plan is not None and self._has_diverged(plan)
+        if plan is not None and plan.is_told and has_diverged:
+            raise UntoldUse("forward uses other buckets")
+        self.diverged = self._divergence.end_forward(has_diverged=has_diverged)
         if plan is not None and self._trains:
             self.kept = plan.kept
 
@@ -177,7 +178,7 @@ class Course:
         return (
             not self.followed
             or len(self.events) != len(plan.schedule.trace.forward)
-            or plan.ahead not in (None, self._ahead)
+            or not (plan.is_told or plan.ahead in (None, self._ahead))
         )
 
     def begin_backward(self) -> bool:
@@ -197,6 +198,8 @@ class Course:
     def learn_backward(self) -> None:
         """Complete the plan after a first backward pass."""
         plan = self.plan
+        if plan is not None and plan.is_told and tuple(self.events) != plan.schedule.trace.backward:
+            raise UntoldUse("backward uses other buckets")
         if plan is None or plan.ahead is not None:
             return
         events = self._agreed(self.events, "order of use in backward")

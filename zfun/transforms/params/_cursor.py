@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zfun.collectives import Broadcast, Collective, Group, Stream
-from zfun.transforms.call._trace import Step
-from zfun.transforms.params._schedule import Schedule
+from zfun.errors import ZfunError
+from zfun.transforms.call._trace import Step, Trace, TracedBucket
+from zfun.transforms.params._schedule import Schedule, schedule
+from zfun.transforms.params._schedule_options import ScheduleOptions
+
+told_order: ContextVar[Trace | None] = ContextVar("told_order", default=None)
+"""The order of use of all losses that are called here, if known before the first call.
+
+The buckets of the trace are left out. A loss that uses its buckets in another order raises.
+"""
 
 # How many buckets stay gathered behind the one in use while the order of use is not known.
 WINDOW = 2
+
+
+class UntoldUse(ZfunError):
+    """A loss uses its buckets in another order than :data:`told_order` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(f"an order of use was told that the loss does not have: {how}")
 
 
 @dataclass(frozen=True)
@@ -23,11 +40,12 @@ class SchedulePlan:
     """A learnt schedule, and the buckets that backward used in the traced pass.
 
     ``ahead`` lists them, see [Note: what backward will use]. It is ``None`` until there was a
-    backward.
+    backward, and empty for a schedule that was told by :data:`told_order`.
     """
 
     schedule: Schedule
     ahead: tuple[int, ...] | None = None
+    is_told: bool = False
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:
@@ -53,6 +71,16 @@ class SchedulePlan:
     def backward(self) -> tuple[Step, ...]:
         """The steps after the end of forward."""
         return self.schedule.steps[self.schedule.turn :]
+
+
+def told_plan(
+    order: Trace, buckets: tuple[TracedBucket, ...], size: int, options: ScheduleOptions
+) -> SchedulePlan:
+    """Return the plan of a loss whose order of use is told."""
+    if len(order.buckets) != len(buckets):
+        raise UntoldUse(f"it has {len(order.buckets)} buckets, not {len(buckets)}")
+    trace = dataclasses.replace(order, buckets=buckets, size=size, leaves=())
+    return SchedulePlan(schedule(trace, options), (), is_told=True)
 
 
 def of_rank_0(value: Any, group: Group, name: str, *, abstract: bool) -> Any:

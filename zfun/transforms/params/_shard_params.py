@@ -33,7 +33,7 @@ from zfun.transforms.call._call import call_of
 from zfun.transforms.call._executor import Executor, WholeParams
 from zfun.transforms.call._lazy import outside_inference_mode
 from zfun.transforms.grads._value import ZfunLoss, check_loss
-from zfun.transforms.params._cursor import SchedulePlan
+from zfun.transforms.params._cursor import SchedulePlan, told_order, told_plan
 from zfun.transforms.params._schedule import Schedule
 from zfun.transforms.params._schedule_options import OPTIONS, ScheduleOptions, secondary_of
 from zfun.transforms.remat import warn_of_whole_loss
@@ -175,6 +175,9 @@ class ShardedLoss(ZfunLoss):
             shards = shards_of(flats, call)
             key = tuple(part.layout for part in flats), tuple(shard.is_stored for shard in shards)
             plan = self._plans.get(key)
+            if plan is None and call.executor is not None and (order := told_order.get()):
+                buckets = tuple(shard.traced(call.executor) for shard in shards)
+                plan = told_plan(order, buckets, self.group.size, self.options)
             learnt = plan is not None and plan.ahead is not None
             if learnt and watching.get() is None and all(shard.is_whole for shard in shards):
                 # One rank alone: there is nothing to gather or release.
