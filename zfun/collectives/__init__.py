@@ -95,6 +95,7 @@ from zfun.collectives.backends._abstract import NotLeftYet as NotLeftYet
 from zfun.collectives.backends._abstract import ShapeBoard as ShapeBoard
 from zfun.collectives.backends._abstract import abstract_group
 from zfun.collectives.backends._abstract import group_with_board as group_with_board
+from zfun.collectives.backends._abstract import is_abstract_group as is_abstract_group
 from zfun.collectives.backends._local import single_group
 from zfun.collectives.backends._simulated import simulate
 from zfun.collectives.launch._init import process_group

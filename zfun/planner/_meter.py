@@ -35,7 +35,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfun import tree
-from zfun.collectives import Collective, Group, Work, board_of, global_ranks
+from zfun.collectives import (
+    Collective,
+    Group,
+    Work,
+    board_of,
+    global_ranks,
+    is_abstract_group,
+)
 from zfun.errors import OptionError
 from zfun.optim import MasterState
 from zfun.planner._buffers import MARK, STATE, WatchedBuffers, storage_of
@@ -312,17 +319,23 @@ class _Watched(Group):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         x = x.detach()
         with self._meter.paused():
-            # A simulated group copies messages. The other ranks never see these two buffers, which
-            # are freed as soon as this rank drops the references.
-            numel = call.op.output_numel(x.numel(), self.size)
-            result = x.new_empty(numel) if out is None else out
-            pending = self._group.start(call, x)
+            if is_abstract_group(self._group):
+                result = self._group.start(call, x, out).wait()
+                pending = None
+            else:
+                # A simulated group copies messages. The other ranks never see these two buffers,
+                # which are freed as soon as this rank drops the references.
+                numel = call.op.output_numel(x.numel(), self.size)
+                result = x.new_empty(numel) if out is None else out
+                pending = self._group.start(call, x)
         with torch._C.DisableTorchFunction():
             self._meter.made(f"{call.op.kind} of {call.name} {call.part}".rstrip(), result, x)
             self._meter.sent(call, x, result)
         operands = x, result
 
         def finish() -> Tensor:
+            if pending is None:
+                return operands[1]
             with self._meter.paused(), torch.no_grad():
                 return operands[1].copy_(pending.wait())
 

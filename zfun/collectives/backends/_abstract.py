@@ -82,7 +82,7 @@ class _AbstractGroup(Group):
     def start(self, call: Collective, x: Tensor, out: Tensor | None = None) -> Work:
         check_collective(call, x, out, self.size)
         if out is None:
-            out = x.detach().new_empty(call.op.output_numel(x.numel(), self.size))
+            out = x.new_empty(call.op.output_numel(x.numel(), self.size))
         return Work.done(out)
 
     def subgroup(self, parts: Sequence[Sequence[int]], name: str = "") -> Group:
@@ -127,3 +127,8 @@ def abstract_group(size: int, rank: int = 0) -> Group:
 def group_with_board(size: int, rank: int, board: ShapeBoard) -> Group:
     """Return an abstract group whose ranks leave values for each other."""
     return _AbstractGroup(rank, range(size), board)
+
+
+def is_abstract_group(group: Group) -> bool:
+    """Whether a group has one rank alone, whose collectives are complete at once."""
+    return isinstance(group, _AbstractGroup)
