@@ -19,9 +19,10 @@ from zfun.transforms.params._schedule import Schedule, schedule
 from zfun.transforms.params._schedule_options import ScheduleOptions
 
 told_order: ContextVar[Trace | None] = ContextVar("told_order", default=None)
-"""The order of use of all losses that are called here, if known before the first call.
+"""The order in which losses use their buckets, where it is known before the first call.
 
-The buckets of the trace are left out. A loss that uses its buckets in another order raises.
+Of the buckets of the trace only the number counts. A loss that uses them in another order raises
+:class:`UntoldUse`.
 """
 
 # How many buckets stay gathered behind the one in use while the order of use is not known.
@@ -40,7 +41,7 @@ class SchedulePlan:
     """A learnt schedule, and the buckets that backward used in the traced pass.
 
     ``ahead`` lists them, see [Note: what backward will use]. It is ``None`` until there was a
-    backward, and empty for a schedule that was told by :data:`told_order`.
+    backward, and empty for a schedule made of :data:`told_order`, which does not know them.
     """
 
     schedule: Schedule
