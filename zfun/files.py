@@ -97,6 +97,11 @@ class Files:
         """Read into a buffer, and return the number of bytes read."""
         return os.preadv(fd, [buffer], offset)
 
+    def fetch(self, fd: int, memory: Callable[[int], Any], num_bytes: int, offset: int) -> Any:
+        """Return bytes, fewer at the end: in ``memory(num_bytes)``, or where a client has them."""
+        buffer = memory(num_bytes)
+        return buffer[: min(num_bytes, self.read(fd, buffer, offset))]
+
     def write(self, fd: int, buffer: Any, offset: int) -> int:
         """Write a buffer, and return the number of bytes written."""
         return os.pwrite(fd, buffer, offset)

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zfun.errors import OptionError
 from zfun.files import Files
 from zfun.objects._upload import Upload
@@ -160,15 +162,23 @@ class Objects(Files):
 
     def read(self, fd: int, buffer: Any, offset: int) -> int:
         """Read a range of an object, with one request."""
+        data = self._range(fd, len(buffer), offset)
+        memoryview(buffer)[: len(data)] = data
+        return len(data)
+
+    def fetch(self, fd: int, memory: Callable[[int], Any], num_bytes: int, offset: int) -> Any:
+        """Return a range of an object in the memory in which the client received it."""
+        return np.frombuffer(self._range(fd, num_bytes, offset), np.uint8)
+
+    def _range(self, fd: int, num_bytes: int, offset: int) -> memoryview:
         opened = self._opened[fd]
         assert not isinstance(opened, Upload)
         path, size = opened
-        stop = min(offset + len(buffer), size)
+        stop = min(offset + num_bytes, size)
         if stop <= offset:
-            return 0
+            return memoryview(b"")
         data = self.call(self._fs.cat_file, path, start=offset, end=stop)
-        memoryview(buffer)[: len(data)] = data[: stop - offset]
-        return min(len(data), stop - offset)
+        return memoryview(data)[: stop - offset]
 
     def write(self, fd: int, buffer: Any, offset: int) -> int:
         """Add bytes to an object. The thread that fills a part sends the part."""

@@ -281,15 +281,35 @@ def test_a_leaf_of_a_checkpoint_that_was_removed_says_so(
 ) -> None:
     save_step(root, 1)
     leaf = zf.checkpoint.leaves(root)["params.w"]
-    plain = Objects.read
+    plain = Objects.fetch
 
-    def read(files: Objects, *args: Any) -> int:
+    def fetch(files: Objects, *args: Any) -> Any:
         files.remove_all(f"{root}/step-00000001")
         return plain(files, *args)
 
-    monkeypatch.setattr(Objects, "read", read)
+    monkeypatch.setattr(Objects, "fetch", fetch)
     with pytest.raises(CheckpointError, match=r"step-00000001, which another process has removed"):
         leaf.load()
+
+
+@pytest.mark.parametrize(("mib", "requests"), [(2, 1), (4, 1), (7, 2), (8, 2), (11, 3)])
+def test_a_load_reads_an_object_in_even_requests(root: str, mib: int, requests: int) -> None:
+    """A short rest belongs to the request before: each request of a store costs a round trip."""
+    lengths = []
+
+    class Counting(Objects):
+        read_bytes = 4 * 2**20
+
+        def fetch(self, fd: int, memory: Any, num_bytes: int, offset: int) -> Any:
+            lengths.append(num_bytes)
+            return super().fetch(fd, memory, num_bytes, offset)
+
+    state = {"w": torch.arange(mib * 2**18, dtype=torch.float32)}
+    zf.save(root, state, step=1)
+    loaded = zf.load(root, state, files=Counting(root)).state
+    assert torch.equal(loaded["w"], state["w"])
+    assert len(lengths) == requests
+    assert max(lengths) - min(lengths) <= 2 * 2**20  # the last chunk is short
 
 
 def test_a_save_that_was_given_up_stays_given_up(root: str) -> None:

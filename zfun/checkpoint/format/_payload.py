@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -112,18 +113,15 @@ class Payload:
             concurrent.futures.wait(reads)
 
     def _runs(self, chunks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, range]]:
-        """Yield file and chunks of each read: one chunk, or as many in a row as a read should."""
+        """Yield file and chunks of each read: one chunk, or a row of about ``read_bytes``."""
         most = max(1, self._files.read_bytes // self.manifest.chunk_bytes)
-        last, run = -1, range(0)
-        for file, at in chunks:
-            if file == last and run.stop == at and len(run) < most:
-                run = range(run.start, at + 1)
-                continue
-            if run:
-                yield last, run
-            last, run = file, range(at, at + 1)
-        if run:
-            yield last, run
+        # In a row, the number of a chunk grows as its place does.
+        rows = itertools.groupby(enumerate(chunks), lambda each: (each[1][0], each[1][1] - each[0]))
+        for (file, _), row in rows:
+            ats = [at for _, (_, at) in row]
+            num_reads = max(1, round(len(ats) / most))
+            ends = [ats[0] + len(ats) * read // num_reads for read in range(num_reads + 1)]
+            yield from ((file, range(*pair)) for pair in itertools.pairwise(ends))
 
     def path(self, file: int) -> str:
         """Return the path of a file."""
@@ -170,23 +168,26 @@ class Payload:
     def _read(self, index: int, ats: range, wants: Sequence[Sequence[Want]]) -> None:
         """Read chunks in a row, and verify each."""
         entry, length = self.manifest.files[index], self.manifest.chunk_bytes
-        if len(getattr(self._local, "memory", ())) < len(ats) * length:
-            self._local.memory = chunk_of(len(ats) * length)
         start = ats.start * length
         num_bytes = min(len(ats) * length, entry.num_bytes - start)
-        memory = self._local.memory[: aligned(num_bytes)]
         path = self.path(index)
         with explaining(path, f"a read of {num_bytes} bytes at {start}"):
             try:
-                done = self._files.read(self._opened[index], memory, start)
+                found = self._files.fetch(self._opened[index], self._memory, num_bytes, start)
             except FileNotFoundError:
                 # In a store each read is a request.
                 raise self._missing(path) from None
-        if done < num_bytes:
-            self._refuse(entry, path, start, f"only {done} of {num_bytes} bytes")
+        if len(found) < num_bytes:
+            self._refuse(entry, path, start, f"only {len(found)} of {num_bytes} bytes")
         for at, wanted in zip(ats, wants, strict=True):
             first = (at - ats.start) * length
-            self._take(index, at, memory[first : min(first + length, num_bytes)], wanted)
+            self._take(index, at, found[first : min(first + length, num_bytes)], wanted)
+
+    def _memory(self, num_bytes: int) -> np.ndarray:
+        """Return the thread's memory for a read, in whole blocks of the disk."""
+        if len(getattr(self._local, "memory", ())) < aligned(num_bytes):
+            self._local.memory = chunk_of(max(aligned(num_bytes), self.manifest.chunk_bytes))
+        return self._local.memory[: aligned(num_bytes)]
 
     def _take(self, index: int, at: int, chunk: np.ndarray, wants: Sequence[Want]) -> None:
         """Verify a chunk, and copy what is wanted."""
