@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import zfun as zf
 from tests.conftest import FORM
@@ -270,6 +272,67 @@ def test_bounds_hold_where_a_bucket_of_all_leaves_has_more_padding() -> None:
             lambda group, one=one: one.of(model, group), params, model.batch, 8, device="meta"
         )
         assert bounds[one].forecast.at_most_s <= plan.on(hardware).at_most_s * (1 + 1e-9), one
+
+
+@st.composite
+def models_of_small_leaves(draw: st.DrawFn) -> Model:
+    """Draw blocks of matrices, vectors and single numbers, of any sizes, in any order."""
+    width, inner = draw(st.sampled_from((3, 64, 520, 1024))), draw(st.sampled_from((5, 256, 4096)))
+    shapes = {"up": (width, inner), "down": (inner, width), "scale": (width,), "bias": (inner,)}
+    names = draw(st.permutations([*shapes, "gate"]))
+    layer = lambda: {name: empty(*shapes.get(name, ())) for name in names}
+    params = {
+        "embedding": empty(draw(st.sampled_from((8, 2000))), width),
+        "h": [layer() for _ in range(draw(st.integers(1, 4)))],
+        "last": empty(width),
+    }
+
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + p["gate"] * (torch.tanh(x * p["scale"] @ p["up"] + p["bias"]) @ p["down"])
+
+    def small_loss(params: Any, rows: torch.Tensor, block: Any = block) -> torch.Tensor:
+        x = params["embedding"][rows]
+        for layer in params["h"]:
+            x = block(layer, x)
+        return (x * params["last"]).float().sum()
+
+    rows = torch.empty(
+        draw(st.sampled_from((1, 2, 4))),
+        draw(st.sampled_from((1, 16, 128))),
+        dtype=torch.long,
+        device="meta",
+    )
+    return Model(
+        small_loss,
+        params,
+        rows,
+        recomputed=lambda params, rows: small_loss(params, rows, zf.remat(block)),
+        precision=draw(st.sampled_from((None, torch.bfloat16))),
+    )
+
+
+@pytest.mark.timeout(600)
+@settings(max_examples=2000 if FORM == "search" else 200 if FORM == "all" else 40, deadline=None)
+@given(models_of_small_leaves(), st.sampled_from((2, 4, 8, 24, 64, 512)), st.data())
+def test_bounds_hold_for_leaves_that_a_meter_leaves_out(
+    model: Model, num_ranks: int, data: st.DataObject
+) -> None:
+    hardware = machine(1e12, local_network=1e10, ranks_per_host=4)
+    bounds = Bounds(model, zf.collectives.abstract_group(num_ranks))
+    choices = st.sampled_from(model.candidates(num_ranks, ranks_per_host=4))
+    for choice in data.draw(st.lists(choices, min_size=2, max_size=4)):
+        bound = bounds(choice, hardware)
+        plan = zf.plan(
+            lambda group, choice=choice: choice.of(model, group),
+            model.params,
+            model.batch,
+            num_ranks,
+            device="meta",
+        )
+        peaks = [getattr(plan.peak_of(place), place).total for place in ("device", "host", "disk")]
+        for peak, least in zip(peaks, (bound.device, bound.host, bound.disk), strict=True):
+            assert peak >= least, choice
+        assert plan.on(hardware).at_most_s >= bound.forecast.at_most_s * (1 - 1e-9), choice
 
 
 @pytest.mark.slow

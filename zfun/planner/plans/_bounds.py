@@ -22,10 +22,13 @@ from torch import Tensor
 from zfun import tree
 from zfun.collectives import Group, Mesh, abstract_group, axes_of, axis_of, sum_group
 from zfun.compression import Codec, int8
+from zfun.flat import flats
 from zfun.layout import Layout, layout_of
+from zfun.planner._meter import SMALL
 from zfun.planner._price import PricedHop, price_of_gather, price_of_sum
 from zfun.planner.plans._bare import Bare, Still
 from zfun.planner.plans._hardware import Forecast, Hardware, StepWork, forecast, missing
+from zfun.planner.plans._kept import StateBytes, state_bytes
 from zfun.planner.plans._peaks import (
     NO_BYTES,
     BucketBytes,
@@ -65,20 +68,13 @@ class Bound(NamedTuple):
         return missing((self.device, self.host, self.disk), hardware)
 
 
-class StateBytes(NamedTuple):
-    """Bytes of the state without padding, of one rank; the parameters are whole."""
-
-    params: int
-    masters: int
-    moments: int
-
-
 class _Traffic(NamedTuple):
     """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
 
     The most bytes of a bucket's gradients and the message that these are packed into are beside,
     and the bytes of each bucket. ``again`` and ``stays`` leave out the buckets that may stay from
-    forward to backward, and count their elements.
+    forward to backward, and count their elements. ``num_small`` counts the buckets whose shards may
+    be too small for a meter.
     """
 
     gather: Counter[str]
@@ -90,6 +86,7 @@ class _Traffic(NamedTuple):
     num_wholes: int
     numel: int
     stays: int
+    num_small: int
     packed: int
     bucket_of_leaf: tuple[int, ...]
     buckets: tuple[BucketBytes, ...]
@@ -145,10 +142,13 @@ class Bounds:
             "params": state.params // shards if is_third else state.params,
             "optimizer": state.masters + state.moments,
         }
-        stored = sum(kept[part] for part in choice.offloaded)
-        device = sum(kept.values()) - stored
+        # A meter leaves small storages out: shards of the state, and of the sums of gradients.
+        unseen = SMALL * traffic.num_small * (state.vectors + 1)
+        seen = {part: max(0, num_bytes - unseen) for part, num_bytes in kept.items()}
+        stored = sum(seen[part] for part in choice.offloaded)
+        device = sum(seen.values()) - stored
         grads = traffic.numel * sizes.grad if k > 1 else 0
-        held = grads if choice.stage == 1 else grads // shards
+        held = max(0, (grads if choice.stage == 1 else grads // shards) - unseen)
         ends, buckets = traffic.bucket_of_leaf, traffic.buckets
         if choice.stage == 1:
             # Gradients wait for the end.
@@ -253,10 +253,17 @@ class Bounds:
         model, one = self.model, abstract_group(1)
         # One rank has no padding between the shards; that of its buckets is left out.
         choice = Candidate(1, precision=precision, bucket_bytes=2**60)
-        make = lambda group: Still(choice.of(model, group).init)
-        found = plan(make, model.params, model.batch, one, steps=1, device="meta")
-        rows = [row for row in found.by_path if row.path != "padding"]
-        return StateBytes(*(sum(getattr(row, part) for row in rows) for part in StateBytes._fields))
+        vectors: list[Any] = []
+
+        def init(params: Any) -> Any:
+            state = choice.of(model, one).init(params)
+            vectors[:] = flats(state)
+            return state
+
+        found = plan(
+            lambda group: Still(init), model.params, model.batch, one, steps=1, device="meta"
+        )
+        return state_bytes(found.by_path, len(vectors))
 
     def _num_shards(self, inner: int, hybrid: bool) -> int:
         return Candidate(3, inner=inner, hybrid=hybrid).placed(self._group).size
@@ -295,7 +302,7 @@ class Bounds:
             reduced = _reduced(dtype, policy.reduce)
             summing = price_of_sum(numel, reduced, group, of_grads)
             whole = price_of_gather(numel // group.size, kept, group, None)
-            summed = numel // group.size * reduced
+            summed = counted(numel // group.size * reduced)
             # A codec makes one message from the packed gradients, and receives another.
             own, ranks = _own(summing[0], group)
             sending = summed if of_grads is None else 2 * counted(own * ranks)
@@ -305,7 +312,7 @@ class Bounds:
             encoded = None if secondary else of_params
             arriving = _arriving(gather, group, of_params), _arriving(again, group, encoded)
             # A codec has encoded the gradients before they are sent.
-            flying = sending + (numel * reduced if of_grads is None else 0)
+            flying = sending + (counted(numel * reduced) if of_grads is None else 0)
             read = numel // group.size * kept
             held = numel * sent, numel * reduced, sending, flying, summed, part, *arriving, read
             bucket = BucketBytes(*map(counted, held))
@@ -338,6 +345,8 @@ class Bounds:
             len(hops["whole"]),
             sum(bucket.padded_numel for bucket in layout.buckets),
             sum(layout.buckets[b].padded_numel for b in stays),
+            # An element has a byte at the least.
+            sum(bucket.padded_numel < SMALL * group.size for bucket in layout.buckets),
             packed,
             tuple(layout.leaves[slot].bucket for slot in layout.positions),
             tuple(buckets),
@@ -371,7 +380,7 @@ def _arriving(hops: list[PricedHop], group: Group, codec: Codec | None) -> int:
     """Return the least bytes that a gather in flight holds: the result of the first hop."""
     own, ranks = _own(hops[0], group)
     # The message that a codec has made lives as long.
-    return own * ranks + (0 if codec is None else counted(own))
+    return counted(own * ranks) + (0 if codec is None else counted(own))
 
 
 def _own(hop: PricedHop, group: Group) -> tuple[int, int]:

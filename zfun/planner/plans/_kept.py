@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,22 @@ class PathBytes(NamedTuple):
     params: int
     masters: int
     moments: int
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a rank's state without padding; ``vectors`` counts its tensors of each bucket."""
+
+    params: int
+    masters: int
+    moments: int
+    vectors: int
+
+
+def state_bytes(rows: Iterable[PathBytes], vectors: int) -> StateBytes:
+    """Add up the bytes of the paths."""
+    parts = [row[1:] for row in rows if row.path != "padding"]
+    params, masters, moments = (sum(part[index] for part in parts) for index in range(3))
+    return StateBytes(params, masters, moments, vectors)
 
 
 def _parts(state: Any) -> dict[str, list[Flat]]:
