@@ -259,6 +259,21 @@ def test_bounds_know_the_gathers_and_the_sums_in_flight(share: float, choice: Ca
     assert share * plan.peak.device.total <= bound.device <= plan.peak.device.total
 
 
+@pytest.mark.parametrize("stored", [(), ("params",), ("optimizer",)], ids=str)
+@pytest.mark.parametrize("compressed", [(), ("params", "grads")], ids=str)
+def test_bounds_know_which_buckets_stay_from_forward_to_backward(
+    stored: tuple[str, ...], compressed: tuple[str, ...]
+) -> None:
+    # The largest bucket is used first, and gathered again.
+    params = {**LAYERS.params, "embedding": empty(32_000, 256)}
+    embedded = lambda params, rows: loss(params, params["embedding"][rows])
+    model = Model(embedded, params, torch.empty(4, 16, dtype=torch.long, device="meta"))
+    choice = Candidate(3, offloaded=stored, compressed=compressed, bucket_bytes=2**21)
+    bound = Bounds(model, zf.collectives.abstract_group(4))(choice, machine(1.0))
+    planned = plan_of(choice, model).on(machine(1.0)).at_most_s
+    assert planned * 0.999 <= bound.forecast.at_most_s <= planned
+
+
 def test_bounds_hold_where_a_bucket_of_all_leaves_has_more_padding() -> None:
     # A shard is rounded up to whole pages where that adds little: not that of the vector alone.
     params = {"a": empty(1024, 2048), "b": empty(1024, 2048), "scale": empty(4096)}

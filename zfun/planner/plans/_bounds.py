@@ -3,10 +3,10 @@
 [Note: bounds]
 A step holds at least its state, and at each moment of the loss the activations and their gradients,
 which no composition changes: one plan of the bare loss finds these for all compositions that
-recompute alike and split the batch alike ([Note: least peaks]). Traffic follows from the layout by
-the closed forms of ``_price``. So a bound costs microseconds where a plan costs seconds.
-:func:`advise` trusts no bound blindly: every plan that it makes is compared with the bound of the
-same composition.
+recompute alike and split the batch alike ([Note: least peaks]). Traffic follows from the layout and
+the schedule by the closed forms of ``_price``. So a bound costs microseconds where a plan costs
+seconds. :func:`advise` trusts no bound blindly: every plan that it makes is compared with the bound
+of the same composition.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,27 +70,30 @@ class Bound(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """Bytes and hops of a gather of all parameters, of one from secondary shards, and of a sum.
+    """The hops of a gather of all parameters, of a sum, and of a gather at the end of a step.
 
-    The most bytes of a bucket's gradients and the message that these are packed into are beside,
-    and the bytes of each bucket. ``again`` and ``stays`` leave out the buckets that may stay from
-    forward to backward, and count their elements. ``num_small`` counts the buckets whose shards may
-    be too small for a meter.
+    ``again`` has the hops of each bucket's gather for backward, and ``numels`` its elements. The
+    most bytes of a bucket's gradients and the message that these are packed into are beside, and
+    the bytes of each bucket. ``num_small`` counts the buckets whose shards may be too small for a
+    meter.
     """
 
-    gather: Counter[str]
-    again: Counter[str]
-    sum: Counter[str]
-    whole: Counter[str]
-    num_gathers: tuple[int, int]
-    num_sums: int
-    num_wholes: int
-    numel: int
-    stays: int
+    gather: _Hops
+    sum: _Hops
+    whole: _Hops
+    again: tuple[list[PricedHop], ...]
+    numels: tuple[int, ...]
     num_small: int
     packed: int
     bucket_of_leaf: tuple[int, ...]
     buckets: tuple[BucketBytes, ...]
+
+
+class _Hops(NamedTuple):
+    """Bytes sent by axis, and the messages."""
+
+    sent: Counter[str]
+    count: int
 
 
 class _BucketHops(NamedTuple):
@@ -135,6 +139,7 @@ class Bounds:
         )
         whole = self._once(self._state_of, choice.precision)
         traffic = self._traffic(choice)
+        numel = sum(traffic.numels)
         sizes = self._once(self._itemsizes, choice.precision)
         shards = self._once(self._num_shards, choice.inner, choice.hybrid)
         state = whole._replace(masters=whole.masters // shards, moments=whole.moments // shards)
@@ -147,7 +152,7 @@ class Bounds:
         seen = {part: max(0, num_bytes - unseen) for part, num_bytes in kept.items()}
         stored = sum(seen[part] for part in choice.offloaded)
         device = sum(seen.values()) - stored
-        grads = traffic.numel * sizes.grad if k > 1 else 0
+        grads = numel * sizes.grad if k > 1 else 0
         held = max(0, (grads if choice.stage == 1 else grads // shards) - unseen)
         ends, buckets = traffic.bucket_of_leaf, traffic.buckets
         if choice.stage == 1:
@@ -159,23 +164,29 @@ class Bounds:
             # Sums of several micro-batches are counted above, and a disk is read into host memory.
             is_read = "params" in choice.offloaded and not choice.on_disk
             buckets = self._once(_counted_at_once, buckets, k == 1, is_read)
-        options = ScheduleOptions(prefetch=choice.prefetch, secondary=choice.secondary)
-        peak = self._once(
-            self._peak_of,
-            choice.recomputed,
-            k,
-            choice.precision,
-            ends,
-            buckets,
-            options if is_third and shards > 1 else None,
-        )
+        model = choice.recomputed, k, choice.precision
+        gathers, again = None, frozenset[int]()
+        if is_third:
+            kind = any(bucket.read for bucket in buckets), choice.prefetch, choice.secondary
+            gathers = *model, ends, len(buckets), *kind
+            again = self._once(self._again_of, *gathers)
+        is_held = is_third and shards > 1
+        peak = self._once(self._peak_of, model, ends, buckets, gathers if is_held else None)
         held += max(peak, traffic.packed)
+        num_gathers, num_sums, num_wholes = _passes(choice)
+        hops = [
+            (num_gathers, traffic.gather),
+            (num_gathers, _hops(hop for bucket in again for hop in traffic.again[bucket])),
+            (num_sums, traffic.sum),
+            (num_wholes, traffic.whole),
+        ]
+        gathered = numel // shards, sum(traffic.numels[bucket] for bucket in again) // shards
         work = StepWork(
             self._group.size,
             k * loss.flops,
-            _sent(choice, traffic),
-            _num_messages(choice, traffic, self._group.size),
-            *_moved(choice, traffic.numel // shards, traffic.stays // shards, sizes, state),
+            _sent(hops),
+            _num_messages(choice, hops, self._group.size),
+            *_moved(choice, *gathered, sizes, state),
             0 if "optimizer" in choice.offloaded else kept["optimizer"],
             kept["optimizer"] if "optimizer" in choice.offloaded else 0,
             k * loss.touched,
@@ -216,23 +227,22 @@ class Bounds:
 
     def _peak_of(
         self,
-        recomputed: bool,
-        num_micro_batches: int,
-        precision: Any,
+        model: tuple[bool, int, Any],
         bucket_of_leaf: tuple[int, ...],
         buckets: tuple[BucketBytes, ...],
-        options: ScheduleOptions | None,
+        gathers: tuple[Any, ...] | None,
     ) -> int:
-        model = recomputed, num_micro_batches, precision
-        loss = self._once(self._loss_of, *model)
-        dtype = policy_of(precision).compute
+        dtype = policy_of(model[-1]).compute
         leaves = [leaf for leaf in tree.leaves(self.model.params) if isinstance(leaf, Tensor)]
         sizes = [counted(leaf.numel() * (dtype or leaf.dtype).itemsize) for leaf in leaves]
-        gathers = None
-        if options is not None:
-            kind = len(buckets), any(bucket.read for bucket in buckets), options
-            gathers = self._once(self._schedule_of, *model, bucket_of_leaf, *kind)
-        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets, gathers)
+        steps = None if gathers is None else self._once(self._schedule_of, *gathers)
+        loss = self._once(self._loss_of, *model)
+        return peak_of_pass(loss, sizes, bucket_of_leaf, buckets, steps)
+
+    def _again_of(self, *gathers: Any) -> frozenset[int]:
+        """Return the buckets that are gathered for backward; the others stay at the turn."""
+        steps = self._once(self._schedule_of, *gathers).steps
+        return frozenset(s.bucket for s in steps if (s.kind, s.phase) == ("gather", "backward"))
 
     def _schedule_of(
         self,
@@ -242,8 +252,10 @@ class Bounds:
         bucket_of_leaf: tuple[int, ...],
         num_buckets: int,
         is_stored: bool,
-        options: ScheduleOptions,
+        prefetch: int,
+        secondary: bool,
     ) -> Schedule:
+        options = ScheduleOptions(prefetch=prefetch, secondary=secondary)
         loss = self._once(self._loss_of, recomputed, num_micro_batches, precision)
         bucket = dataclasses.replace(_ANY_BUCKET, stored_itemsize=int(is_stored))
         trace = trace_of_pass(loss, bucket_of_leaf, (bucket,) * num_buckets, 2)
@@ -318,38 +330,24 @@ class Bounds:
             bucket = BucketBytes(*map(counted, held))
             return _BucketHops(gather, again, summing, whole, bucket, sent, reduced)
 
-        hops: dict[str, list[PricedHop]] = {"gather": [], "again": [], "sum": [], "whole": []}
-        # The largest buckets, because those in use at the turn are not known here.
-        ranked = sorted(range(len(layout.buckets)), key=lambda b: layout.buckets[b].padded_numel)
-        stays = frozenset(ranked[-1 - choice.prefetch :])
         packed = 0
-        buckets: list[BucketBytes] = []
-        for index, bucket in enumerate(layout.buckets):
-            found = hops_of(bucket.padded_numel, bucket.dtype)
-            hops["gather"] += found.gather
-            hops["again"] += [] if index in stays else found.again
-            hops["sum"] += found.sum
-            hops["whole"] += found.whole
-            buckets.append(found.held)
+        each = [hops_of(bucket.padded_numel, bucket.dtype) for bucket in layout.buckets]
+        for found, bucket in zip(each, layout.buckets, strict=True):
             is_packed = len(bucket.leaves) > 1 or found.grad != found.reduced
             grads = sum(counted(layout.leaves[leaf].numel * found.grad) for leaf in bucket.leaves)
             message = counted(bucket.padded_numel * found.reduced)
             packed = max(packed, message + grads * is_packed)
         return _Traffic(
-            _by_axis(hops["gather"]),
-            _by_axis(hops["again"]),
-            _by_axis(hops["sum"]),
-            _by_axis(hops["whole"]),
-            (len(hops["gather"]), len(hops["again"])),
-            len(hops["sum"]),
-            len(hops["whole"]),
-            sum(bucket.padded_numel for bucket in layout.buckets),
-            sum(layout.buckets[b].padded_numel for b in stays),
+            gather=_hops(hop for found in each for hop in found.gather),
+            sum=_hops(hop for found in each for hop in found.sum),
+            whole=_hops(hop for found in each for hop in found.whole),
+            again=tuple(found.again for found in each),
+            numels=tuple(bucket.padded_numel for bucket in layout.buckets),
             # An element has a byte at the least.
-            sum(bucket.padded_numel < SMALL * group.size for bucket in layout.buckets),
-            packed,
-            tuple(layout.leaves[slot].bucket for slot in layout.positions),
-            tuple(buckets),
+            num_small=sum(one.padded_numel < SMALL * group.size for one in layout.buckets),
+            packed=packed,
+            bucket_of_leaf=tuple(layout.leaves[slot].bucket for slot in layout.positions),
+            buckets=tuple(found.held for found in each),
         )
 
 
@@ -389,35 +387,34 @@ def _own(hop: PricedHop, group: Group) -> tuple[int, int]:
     return hop.sent_bytes // max(1, ranks - 1), ranks
 
 
-def _by_axis(hops: list[PricedHop]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for hop in hops:
-        found[hop.axis] += hop.sent_bytes
-    return found
+def _hops(hops: Iterable[PricedHop]) -> _Hops:
+    sent: Counter[str] = Counter()
+    count = 0
+    for count, hop in enumerate(hops, 1):  # noqa: B007, the last count
+        sent[hop.axis] += hop.sent_bytes
+    return _Hops(sent, count)
 
 
-def _passes(choice: Candidate) -> tuple[int, int, int, int]:
-    """Return how often all parameters are gathered, again and whole, and gradients are summed."""
+def _passes(choice: Candidate) -> tuple[int, int, int]:
+    """Return how often all parameters are gathered, gradients summed, and parameters whole."""
     k = choice.num_micro_batches
     if choice.stage == 3:
-        return k, k, k, 0
-    return 0, 0, k if choice.stage == 2 else 1, 1
+        return k, k, 0
+    return 0, k if choice.stage == 2 else 1, 1
 
 
-def _sent(choice: Candidate, traffic: _Traffic) -> dict[str, int]:
-    kinds = traffic.gather, traffic.again, traffic.sum, traffic.whole
+def _sent(hops: list[tuple[int, _Hops]]) -> dict[str, int]:
     found = dict.fromkeys(("", "inner", "outer"), 0)
-    for times, kind in zip(_passes(choice), kinds, strict=True):
-        for axis, num_bytes in kind.items():
+    for times, (sent, _) in hops:
+        for axis, num_bytes in sent.items():
             found[axis] += times * num_bytes
     return found
 
 
-def _num_messages(choice: Candidate, traffic: _Traffic, num_ranks: int) -> int:
+def _num_messages(choice: Candidate, hops: list[tuple[int, _Hops]], num_ranks: int) -> int:
     if num_ranks == 1:
         return 0
-    counts = *traffic.num_gathers, traffic.num_sums, traffic.num_wholes
-    of_buckets = sum(times * count for times, count in zip(_passes(choice), counts, strict=True))
+    of_buckets = sum(times * count for times, (_, count) in hops)
     # The loss of each micro-batch, the question whether to gather again, and the norm.
     k = choice.num_micro_batches
     axes = 1 if choice.inner == 1 else 2
@@ -426,11 +423,11 @@ def _num_messages(choice: Candidate, traffic: _Traffic, num_ranks: int) -> int:
 
 
 def _moved(
-    choice: Candidate, numel: int, stays: int, sizes: _Itemsizes, state: StateBytes
+    choice: Candidate, numel: int, gathered: int, sizes: _Itemsizes, state: StateBytes
 ) -> tuple[int, int]:
     """Return the bytes between device and host of the busier direction, and those of the disk."""
     params, grads = numel * sizes.param, numel * sizes.grad
-    again = 0 if choice.secondary else (numel - stays) * sizes.param
+    again = 0 if choice.secondary else gathered * sizes.param
     reads = choice.num_micro_batches * (params + again)
     # Without master weights, an update reads the parameters.
     read = 0 if state.masters else params
