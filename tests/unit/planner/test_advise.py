@@ -326,8 +326,8 @@ def models_of_small_leaves(draw: st.DrawFn) -> Model:
     )
 
 
-@pytest.mark.timeout(600)
-@settings(max_examples=2000 if FORM == "search" else 200 if FORM == "all" else 40, deadline=None)
+@pytest.mark.timeout(3600)
+@settings(max_examples={"everyday": 40, "all": 200, "search": 2000}[FORM], deadline=None)
 @given(models_of_small_leaves(), st.sampled_from((2, 4, 8, 24, 64, 512)), st.data())
 def test_bounds_hold_for_leaves_that_a_meter_leaves_out(
     model: Model, num_ranks: int, data: st.DataObject
