@@ -164,7 +164,8 @@ class SavedEngine(nn.Module):
         if is_whole and groups is not None:
             numbers = [_numbers_of(data, str(i), group) for i, group in enumerate(groups.groups)]
             groups.check_saved(state.opt_state, numbers)
-            self._core.load(path, keeps_frozen=left_out)
+            # DeepSpeed leaves the random generators as they are.
+            self._core.load(path, keeps_frozen=left_out, rng=False)
         else:
             weights = {
                 name: x.load() for name, x in zero_to_fp32.weights_of(found, found.params).items()

@@ -168,7 +168,9 @@ def load_states_of(
     for engine in engines:
         engine.prepare()
     states = [engine.state for engine in engines]
-    loaded = zcheckpoint.load(path, joined(states), reset=group_number(*states)).state
+    like, reset = joined(states), group_number(*states)
+    # Lightning leaves the random generators as they are.
+    loaded = zcheckpoint.load(path, like, rng=False, reset=reset).state
     for index, engine in enumerate(engines):
         engine.zero_grad()
         engine.state = loaded if len(engines) == 1 else loaded[str(index)]
