@@ -333,6 +333,27 @@ def test_elements_of_gradients_are_clipped_as_in_torch(strategy: str, tmp_path: 
     torch.testing.assert_close(*(dict(model.state_dict()) for model in models))
 
 
+class ReadsClipped(Tiny):
+    """Reads a gradient between clip_gradients() and the step."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        before = [p.grad.clone() for p in self.parameters()]
+        self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+        pairs = zip(before, self.parameters(), strict=True)
+        self.is_clipped = not all(torch.equal(x, p.grad) for x, p in pairs)
+
+
+def test_a_gradient_is_clipped_in_the_step(tmp_path: Path) -> None:
+    """Plain Lightning clips it at once; the step has the same numbers."""
+    models = []
+    for strategy in ("auto", "zfun_stage_2"):
+        torch.manual_seed(0)
+        models.append(ReadsClipped(lambda params: torch.optim.SGD(params, 0.1)))
+        fitted(models[-1], tmp_path, strategy)
+    assert [model.is_clipped for model in models] == [True, False]
+    torch.testing.assert_close(*(dict(model.state_dict()) for model in models))
+
+
 class WithoutLoss(Tiny):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         pass

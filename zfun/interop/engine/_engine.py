@@ -165,10 +165,10 @@ class Engine(Passes):
             if param.is_meta:
                 leave_meta(param, self._state.params.layout.device)
         self._group = self._state.params.group
-        # A rank has the buffers of its own leaves.
-        axes = () if self.recipe.options is None else model_axes(self.recipe.options.loss_fn)
-        spread = tuple(Held((axis.group.rank,)) for axis in axes)
-        self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread)
+        own = self.recipe.options
+        axes = () if own is None else model_axes(own.loss_fn)
+        spread = tuple(Held((axis.group.rank,)) for axis in axes)  # a rank has its own buffers
+        self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread, own)
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra)
         self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)

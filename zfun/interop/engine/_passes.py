@@ -407,6 +407,7 @@ class Passes(HeldModule):
     def _release(self) -> None:
         """Let the module and the optimizer be plain ones."""
         self._live.release()
+        self._buffers.release()
         if self._groups is not None:
             self._groups.leave()
 

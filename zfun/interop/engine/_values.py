@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedTensorMixin  # pyrefly: ignore[missing-module-attribute]
 
-from zfun import checkpoint, stores, tree
+from zfun import checkpoint, ops, stores, tree
 from zfun.collectives import Group, all_reduce, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
+from zfun.interop.engine._methods import LiveMethod
 from zfun.interop.engine._parameter import refuse_hook
 from zfun.layout import layout_of
 from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
 from zfun.placement import Cut, Held
-from zfun.recipes import ZeroState
+from zfun.recipes import ZeroState, policy_of
 from zfun.reductions import merge_buffers
 from zfun.sources import Deferred
 from zfun.transforms import check_agreement, unshard
@@ -89,6 +92,10 @@ def deferred_values(
 ) -> dict[str, Deferred]:
     """Return whole values of parameters, each gathered when it is needed."""
     dtypes, device = leaves_of(state), state.params.layout.device
+    for flat in masters_of(state.opt_state) if masters else ():
+        if isinstance(flat, Flat):
+            leaves = flat.layout.leaves
+            dtypes |= {slot.path: flat.buffers[slot.bucket].dtype for slot in leaves}
     return {
         name: Deferred(
             name,
@@ -105,7 +112,7 @@ class EngineBuffers:
 
     As under DDP, a module writes its own buffers, in place or by assignment, and before the next
     step all ranks have those of rank 0, or what another rule says. ``spread`` says which ranks of
-    model axes have them.
+    model axes have them, and ``options`` are those of the recipe.
     """
 
     def __init__(
@@ -116,6 +123,7 @@ class EngineBuffers:
         init: str,
         values: Mapping[str, Any],
         spread: tuple[Cut | Held | None, ...] = (),
+        options: Any = None,
     ) -> None:
         if rule not in ("rank 0", "mean", "by rank"):
             raise OptionError(
@@ -124,6 +132,12 @@ class EngineBuffers:
             )
         self._module, self._rule, self._group, self._spread = module, rule, group, spread
         self._seen: dict[str, tuple[int, int]] = {}
+        self._norms: list[nn.Module] = []
+        if options is not None and policy_of(options.precision).compute is not None:
+            norms = [part for part in module.modules() if isinstance(part, _NormBase)]
+            self._norms = [x for x in norms if x.affine and x.running_mean is not None]
+        for norm in self._norms:
+            norm.forward = NormForward(norm, norm.forward)
         self.flat: Flat | None = None
         for prefix, owner in module.named_modules():
             for key, buffer in owner._buffers.items():
@@ -138,6 +152,13 @@ class EngineBuffers:
             else:
                 check_agreement(named, ranks)
         self.refresh()
+
+    def release(self) -> None:
+        """Let the module be a plain one."""
+        for norm in self._norms:
+            own = norm.__dict__.pop("forward").own
+            if not isinstance(own, MethodType):
+                norm.forward = own
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name, detached."""
@@ -217,6 +238,39 @@ class EngineBuffers:
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
     return id(buffer), buffer._version
+
+
+class NormForward:
+    """The ``forward`` of a batch norm with narrow parameters, whose statistics stay wide.
+
+    torch's kernels take statistics of the dtype of the parameters alone. So a call has rounded
+    ones, the numbers of a module that was cast as a whole, as by DeepSpeed.
+    """
+
+    def __init__(self, norm: Any, own: Any) -> None:
+        self.own, self._norm = own, norm
+
+    @ops.uncompiled
+    def __call__(self, x: Tensor) -> Tensor:
+        norm, held = self._norm, self._norm._buffers
+        wide = {name: held[name] for name in ("running_mean", "running_var")}
+        if not x.dtype == norm.weight.dtype != norm.running_mean.dtype:
+            return self.own(x)
+        try:
+            held |= {name: buffer.to(x.dtype) for name, buffer in wide.items()}
+            return self.own(x)
+        finally:
+            for name, buffer in wide.items():
+                if norm.training:
+                    buffer.copy_(held[name])
+                held[name] = buffer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copy of the module, which has narrow parameters too."""
+        own = LiveMethod.__deepcopy__(self, memo)  # pyrefly: ignore[bad-argument-type]
+        return NormForward(memo.get(id(self._norm), self._norm), own)
+
+    __reduce__ = LiveMethod.__reduce__
 
 
 def carried(old: ZeroState, new: ZeroState) -> ZeroState:

@@ -52,13 +52,17 @@ class AutomaticRun:
     def step(self, index: int) -> StepInfo | None:
         return self.engines[index].step(boundary=True)
 
+    def close(self) -> None:
+        self.engines[0].close(average=True)
+
 
 class ManualRun:
     """An engine for each optimizer; see [Note: manual optimization]."""
 
     def __init__(self, module: LightningModule, engines: Sequence[Engine], group: Group) -> None:
         self.engines, self.module = list(engines), module
-        self._buffers = EngineBuffers(module, "rank 0", group, "broadcast", {})
+        options = engines[0].recipe.options
+        self._buffers = EngineBuffers(module, "rank 0", group, "broadcast", {}, (), options)
 
     def hook(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a hook on whole parameters."""
@@ -79,6 +83,12 @@ class ManualRun:
         """Step an optimizer with the gradients of its parameters; without any, do nothing."""
         engine = self.engines[index]
         return engine.step(boundary=True) if engine.has_grads else None
+
+    def close(self) -> None:
+        """Let the module be a plain one."""
+        self._buffers.release()
+        for engine in self.engines:
+            engine.close(average=True)
 
 
 def build(

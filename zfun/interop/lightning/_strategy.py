@@ -187,10 +187,9 @@ class ZfunStrategy(DDPStrategy):
 
     def _release(self) -> None:
         """Let the module be a plain one. All ranks call."""
-        engines = self._running().engines if self._is_live else ()
-        self._is_live = False
-        for engine in engines:
-            engine.close(average=True)
+        was_live, self._is_live = self._is_live, False
+        if was_live:
+            self._running().close()
 
     def teardown(self) -> None:
         """End the run; the state stays for ``Trainer.save_checkpoint``."""
@@ -375,7 +374,7 @@ def _check_trainer(trainer: Trainer) -> None:
     for callback in getattr(trainer, "callbacks", []):
         if isinstance(callback, StochasticWeightAveraging):
             raise OptionError(
-                "at stage 3 no code writes parameters through detach(), as "
+                "with a strategy of zfun no code writes parameters through detach(), as "
                 "StochasticWeightAveraging does at the end of fit; got this callback; pass "
                 "WeightAveraging(), which averages too"
             )
