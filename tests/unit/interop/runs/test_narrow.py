@@ -166,7 +166,8 @@ def test_dropout_of_a_resumed_fit_is_that_of_plain_lightning(stage: int, tmp_pat
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.net, self.losses = nn.Sequential(net(), nn.Dropout(0.5)), list[float]()
+            self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+            self.losses: list[float] = []
 
         def training_step(self, rows: Tensor, index: int) -> Tensor:
             loss = self.net(rows).square().mean()
@@ -191,4 +192,4 @@ def test_dropout_of_a_resumed_fit_is_that_of_plain_lightning(stage: int, tmp_pat
         return found
 
     plain = losses("auto")
-    assert losses(f"zfun_stage_{stage}") == pytest.approx(plain, rel=1e-3, abs=1e-4)
+    assert losses(f"zfun_stage_{stage}") == pytest.approx(plain, rel=1e-4)
