@@ -149,9 +149,13 @@ def test_compiled_attention_has_the_same_bits_at_every_stage(form: str) -> None:
 
     # Threads must not compile at one time, so the compiled forms have one rank.
     size = 2 if form == "plain" else 1
-    expected = zf.simulate(size, main, 0, *attention_loss("plain"))
     compiled = attention_loss(form)
-    for stage in (0, 1, 2, 3):
+    expected = zf.simulate(size, main, 0, *compiled)
+    # torch promises no bits between its compiler's kernels and others, and Adam shows the noise in
+    # the gradient of the keys' bias, which is zero.
+    plain = zf.simulate(size, main, 0, *attention_loss("plain"))
+    torch.testing.assert_close([x[0] for x in expected], [x[0] for x in plain])
+    for stage in (1, 2, 3):
         assert_same_bits(zf.simulate(size, main, stage, *compiled), expected, f"stage {stage}: ")
 
 
