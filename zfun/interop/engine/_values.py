@@ -258,12 +258,12 @@ class NormForward:
             return self.own(x)
         try:
             held |= {name: buffer.to(x.dtype) for name, buffer in wide.items()}
-            return self.own(x)
+            out = self.own(x)
+            for name, buffer in wide.items() if norm.training else ():
+                buffer.copy_(held[name])
+            return out
         finally:
-            for name, buffer in wide.items():
-                if norm.training:
-                    buffer.copy_(held[name])
-                held[name] = buffer
+            held |= wide
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the method of the copy of the module, which has narrow parameters too."""

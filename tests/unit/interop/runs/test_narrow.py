@@ -92,10 +92,12 @@ def test_a_call_that_fails_leaves_statistics_as_they_were() -> None:
     model = net()
     engine = Engine(model, sgd(model.parameters()), zero=1, precision=torch.bfloat16)
     kept = model.get_buffer(STATISTICS[0])
+    before = kept.clone()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         engine(ROWS[0, :1].bfloat16())
     assert model.get_buffer(STATISTICS[0]) is kept
     assert kept.dtype is torch.float32
+    assert torch.equal(kept, before)
     engine.close()
     assert "forward" not in vars(model[1])
 
