@@ -363,7 +363,7 @@ class Accelerator(accelerate.Accelerator):
                     f"{str(input_dir)!r}, which has no {path.name}; load the weights into the "
                     "model before prepare(), and begin with a new optimizer"
                 )
-            engine.load(path, rng=False)
+            engine.load(path, rng=False, keeps_groups=True)
 
 
 def _apart(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from zfun.interop.engine._live import LiveModule, check_free
 from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
-from zfun.interop.engine._torch_states import by_position, torch_state, with_torch_state
+from zfun.interop.engine._torch_states import by_position, with_torch_state
 from zfun.interop.engine._values import (
     EngineBuffers,
     carried,
@@ -298,15 +298,22 @@ class Engine(Passes):
         self._calls.reset()
         self._show()
 
-    def load(self, path: str | Path, *, keeps_frozen: bool = False, **options: Any) -> Any:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        keeps_frozen: bool = False,
+        keeps_groups: bool = False,
+        **options: Any,
+    ) -> Any:
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
-        With an optimizer of torch, leaves that the saved run or this one has unfrozen train on; the
-        numbers of the groups stay those of the optimizer.
+        With an optimizer of torch, leaves that the saved run or this one has unfrozen train on.
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
             keeps_frozen: whether parameters that are not trained keep their values.
+            keeps_groups: whether the optimizer's groups keep their numbers, such as ``lr``.
             options: of :func:`zfun.load`.
 
         Returns:
@@ -322,11 +329,14 @@ class Engine(Passes):
             if (found := self._load_others(path, keeps_frozen, **options)) is None:
                 raise
             loaded = found
+        data = loaded.data
+        if self._groups is not None:
+            data = self._groups.restored(data, self._state.opt_state, keeps=keeps_groups)
         self.state = loaded.state
         self._begin()
         # Leaves that the saved run had frozen, and this one has not, join it now.
         self._regroup()
-        return loaded.data
+        return data
 
     def _loaded(
         self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]
@@ -415,14 +425,6 @@ class Engine(Passes):
         self._check_step()
         return self._stepped(lambda state: self.recipe.step(state, batch), self._buffers.changes)
 
-    def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
-
-        Args:
-            whole: of every leaf, also those without a step, and with master weights.
-        """
-        return torch_state(self._state, self._torch_groups(), whole=whole)
-
     def load_optimizer_state(self, given: Mapping[str, Any], *, whole: bool = False) -> None:
         """Take what ``state_dict()`` of a torch optimizer returns; every rank must call.
 
@@ -440,11 +442,3 @@ class Engine(Passes):
         self._settle()
         self._regroup()
         self._state = with_torch_state(self._state, groups, given, whole=whole)
-
-    def _torch_groups(self) -> ParamGroups:
-        if self._groups is None:
-            raise OptionError(
-                "the state of a torch optimizer belongs to one; got an engine with a rule of "
-                "zf.optim; read engine.state.opt_state"
-            )
-        return self._groups

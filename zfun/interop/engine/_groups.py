@@ -23,6 +23,9 @@ from zfun.optim import Optimizer
 # The label of leaves that require a gradient and are in no group.
 _NO_GROUP = "no group"
 _EXTRA = "extra "
+# The key of the groups' options in a checkpoint.
+_SAVED = "param_groups of zfun"
+_PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
 UNBOUNDED = 3e38
 """The bound of a norm that clips nothing."""
 
@@ -207,6 +210,38 @@ class ParamGroups:
         keys = {key: self._key(key) for key in optim.hyperparams(state)}
         new = {key: x for key, short in keys.items() if (x := values.get(short)) is not None}
         return optim.set_hyperparams(state, new)
+
+    def beside(self, extra: Any) -> dict[str, Any]:
+        """Return the plain values of a checkpoint: those of the caller, and the groups' options."""
+        plain = lambda x: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+        groups = [
+            {
+                name: list(map(plain, x)) if isinstance(x, (tuple, list)) else plain(x)
+                for name, x in group.items()
+                if name != "params" and isinstance(x, _PLAIN)
+            }
+            for group in self.groups
+        ]
+        return {_SAVED: groups, "extra": extra}
+
+    def restored(self, data: Any, state: Any, *, keeps: bool) -> Any:
+        """Write the options of a checkpoint into the groups, as ``load_state_dict`` of torch does.
+
+        Returns the caller's values, of which earlier checkpoints have nothing else. The groups keep
+        their options if ``keeps``.
+        """
+        if not isinstance(data, dict) or _SAVED not in data:
+            return data
+        if not keeps:
+            self.check_saved(state, data[_SAVED])
+            for own, saved in zip(self.groups, data[_SAVED], strict=False):
+                for name, x in saved.items():
+                    old = own.get(name)
+                    if isinstance(old, Tensor):
+                        old.fill_(x)  # a scheduler holds the tensor too
+                    else:
+                        own[name] = tuple(x) if isinstance(old, tuple) else x
+        return data["extra"]
 
     def check_saved(self, state: Any, groups: Iterable[Mapping[str, Any]]) -> None:
         """Refuse saved groups with other constants than the optimizer of a state."""

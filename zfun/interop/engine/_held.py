@@ -17,7 +17,9 @@ from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_leaves, with_values
 from zfun.interop.engine._calls import Calls
+from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._live import LiveModule
+from zfun.interop.engine._torch_states import torch_state
 from zfun.interop.engine._values import (
     EngineBuffers,
     leaves_of,
@@ -44,6 +46,7 @@ class HeldModule:
     _live: LiveModule
     _calls: Calls
     _group: Group
+    _groups: ParamGroups | None
     _is_sharded: bool
     _is_bound = False
     _is_averaged = False
@@ -299,7 +302,7 @@ class HeldModule:
         self.state = with_values(self.module, self.state, values, strict=strict)
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
-        """Save the state and plain values of the caller.
+        """Save the state, the numbers of the optimizer's groups, and plain values of the caller.
 
         Args:
             path: as for :func:`zfun.save`.
@@ -308,7 +311,25 @@ class HeldModule:
         """
         self._check_same()
         self._live.check_unwritten()
+        if self._groups is not None:
+            extra = self._groups.beside(extra)
         return checkpoint.save(path, self.state, data=extra, **options)
+
+    def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
+        """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.
+
+        Args:
+            whole: of every leaf, also those without a step, and with master weights.
+        """
+        return torch_state(self._state, self._torch_groups(), whole=whole)
+
+    def _torch_groups(self) -> ParamGroups:
+        if self._groups is None:
+            raise OptionError(
+                "the state of a torch optimizer belongs to one; got an engine with a rule of "
+                "zf.optim; read engine.state.opt_state"
+            )
+        return self._groups
 
     @property
     def hyperparams(self) -> dict[str, float]:

@@ -298,7 +298,7 @@ class Trainer(transformers.Trainer):
         folder = Path(checkpoint) / _FOLDER
         if self.engine is None or not folder.is_dir():
             return False
-        self.engine.load(folder, rng=False)
+        self.engine.load(folder, rng=False, keeps_groups=True)
         return True
 
     def _forget_run(self) -> None:

@@ -312,3 +312,85 @@ def test_a_loop_of_accelerate_keeps_the_mode_of_adam_of_its_own_run(tmp_path: Pa
     accelerated(*other)
     (group,) = other[2].param_groups
     assert (group["adam_w_mode"], group["weight_decay"]) == (False, 0.5)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    "steps": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9),
+}
+
+
+@pytest.mark.parametrize("holds_tensor", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_loop_that_resumes_has_the_numbers_of_its_groups(
+    schedule: str, stage: int, holds_tensor: bool, tmp_path: Path
+) -> None:
+    """Schedulers compute a rate from the one before, which a load left at that of a new run."""
+
+    def run(group: zf.Group, resumes: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        model = net()
+        rate = torch.tensor(0.1) if holds_tensor else 0.1
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others, "lr": rate, "weight_decay": 0.2}]
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
+        scheduler = SCHEDULES[schedule](optimizer)
+        engine = Engine(model, optimizer, zero=stage, group=group)
+        begin = 0
+        if resumes:
+            begin = 4
+            loaded = engine.load(tmp_path)
+            scheduler.load_state_dict(loaded["scheduler"])
+            assert optimizer.param_groups[0]["weight_decay"] == 0.3
+        rates = []
+        for step in range(begin, 8):
+            x, y = batch(step, group.rank, group.size)
+            engine.backward(torch.nn.functional.mse_loss(model(x), y))
+            engine.step()
+            scheduler.step(*([1.0] if schedule == "plateau" else []))
+            rates.append([float(x["lr"]) for x in optimizer.param_groups])
+            if step == 3 and not resumes:
+                optimizer.param_groups[0]["weight_decay"] = 0.3
+                state = {**scheduler.state_dict()}
+                state.pop("optimizer", None)
+                engine.save(tmp_path, {"scheduler": _plain(state)})
+        return rates[-4:], {name: x.clone() for name, x in engine.state_dict().items()}
+
+    whole, resumed = zf.simulate(2, run, False), zf.simulate(2, run, True)
+    assert resumed[0][0] == whole[0][0]
+    torch.testing.assert_close(resumed[0][1], whole[0][1], rtol=0, atol=0)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    number = lambda x: float(x) if isinstance(x, torch.Tensor) else x
+    return {
+        name: list(map(number, x)) if isinstance(x, list) else number(x)
+        for name, x in state.items()
+        if isinstance(x, (bool, int, float, str, list, type(None), torch.Tensor))
+    }
+
+
+def test_groups_keep_their_numbers_in_a_load_that_asks_for_it(tmp_path: Path) -> None:
+    group = zf.collectives.single_group()
+
+    def engine_of(**options: Any) -> tuple[Any, Engine]:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), **options)
+        return optimizer, Engine(model, optimizer, group=group)
+
+    engine_of(lr=0.1, amsgrad=True)[1].save(tmp_path / "a", "mine")
+    optimizer, engine = engine_of(lr=0.2, amsgrad=True)
+    assert engine.load(tmp_path / "a", keeps_groups=True) == "mine"
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert engine.load(tmp_path / "a") == "mine"
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    # An earlier version saved the caller's values alone.
+    zf.save(tmp_path / "b", engine.state, data={"mine": 1})
+    assert engine.load(tmp_path / "b") == {"mine": 1}
+    optimizer, engine = engine_of(lr=0.2, betas=(0.5, 0.9), amsgrad=True)
+    before = engine.state
+    with pytest.raises(CheckpointError, match=r"Adam has constant .*; make the optimizer with the"):
+        engine.load(tmp_path / "a")
+    assert engine.state.opt_state is before.opt_state
