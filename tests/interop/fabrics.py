@@ -222,6 +222,29 @@ def unfreezing(fabric: Fabric) -> Any:
     return optimizer.state_dict(), of(fabric, model)
 
 
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = net(), nn.Linear(3, 1).double()
+
+    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
+        return self.body(x) + (self.branch(x) if is_whole else 0.0)
+
+
+def zeroes(fabric: Fabric) -> Any:
+    """Gradients set to zero: of a branch that DDP lets one rank leave out, and of a whole step."""
+    model = Branched()
+    inner = torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
+    wrapped, optimizer = fabric.setup(model, inner)
+    for index, batch in enumerate(rows(fabric, 5)):
+        if index != 3:
+            is_whole = fabric.world_size > 1 or index % 2 == 0
+            fabric.backward(wrapped(batch, is_whole).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return optimizer.state_dict(), of(fabric, model)
+
+
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -255,6 +278,7 @@ LOOPS: dict[str, Callable[[Fabric], Any]] = {
         gradients,
         clips,
         unfreezing,
+        zeroes,
         a_lightning_module,
     )
 }

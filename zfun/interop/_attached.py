@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zfun.errors import OptionError
+import torch
+from torch import Tensor
+
+from zfun import tree
+from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine import Engine, ParamGroups
 from zfun.interop.engine._live import live_of
 from zfun.interop.engine._moments import empty_state
+from zfun.interop.engine._parameter import (
+    NO_VALUES,
+    LiveParameter,
+    accessors,
+    changes_nothing,
+)
 from zfun.interop.engine._torch_states import with_own_constants
 
 # The attributes of an optimizer that belong to an engine.
@@ -20,29 +30,170 @@ _ELSEWHERE: dict[str, Any] = {
 }
 
 
-class StepEngine(Engine):
-    """An engine whose loop drops the gradients between two steps, as a loop of torch does."""
+class ZeroedEngine(Engine):
+    """An engine that steps leaves whose gradients the loop has set to zero, as torch does.
 
-    is_clean = True
+    After ``zero_grad(set_to_none=False)`` a leaf that is not used has a gradient of zeros, so that
+    momentum and weight decay move it; after ``zero_grad()`` it has none.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The leaves whose gradients are zeros, to which backward adds.
+        self._zeroed: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        zeroed = set() if set_to_none else self._zeroed | self._with_grads()
+        super().zero_grad(set_to_none)
+        self._zeroed = zeroed
+
+    def _with_grads(self) -> set[str]:
+        """Return the leaves that have gradients of this rank."""
+        grads = self._sum.grads
+        used = set(self._left())
+        if grads is not None:
+            used |= {x.path for x in grads.layout.leaves if x.path not in grads.missed}
+        return used.difference(self._extra)
+
+    def _strays(self) -> dict[str, Tensor]:
+        found = super()._strays()
+        if found or self._sum.grads is not None:
+            return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return {name: torch.zeros_like(self._params[name]) for name in self._zeroed}
+
+    def _collected(self) -> Any:
+        grads, *others = super()._collected()
+        if self._zeroed and grads is not None:
+            missed = {path: x for path, x in grads.missed.items() if path not in self._zeroed}
+            self._sum.grads = grads = grads.with_missed(missed)
+        return grads, *others
+
+    def show_grads(self, name: str, *, is_read: bool) -> Tensor | None:
+        found = super().show_grads(name, is_read=is_read)
+        if name in self._zeroed:
+            with torch._C.DisableTorchFunctionSubclass():
+                param = self._params[name]
+                if is_read and param.grad is None:
+                    param.grad = torch.zeros_like(param)
+        if not is_read:
+            self._zeroed.discard(name)
+        return found
+
+
+class StepEngine(ZeroedEngine):
+    """An engine whose loop drops the gradients after a step, as a loop of torch does.
+
+    In torch they stay in ``.grad`` until then; here the step has taken them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The leaves whose gradients the last step has taken, and the loop has not dropped.
+        self._spent: set[str] = set()
+        super().__init__(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.is_clean = True
+        self._spent.clear()
 
-    def show_grads(self, name: str) -> None:
-        # After a step there are none, so code that drops what it sees drops all.
-        super().show_grads(name)
-        self.is_clean = True
+    def _with_grads(self) -> set[str]:
+        return self._spent | super()._with_grads()
+
+    def show_grads(self, name: str, *, is_read: bool) -> Tensor | None:
+        if not is_read:
+            self._spent.discard(name)
+        elif name in self._spent:
+            if self._sum.num_passes:
+                raise _kept_grads("backward()")
+            return _SpentGrad.of(self._params[name], name, self._drop)
+        return super().show_grads(name, is_read=is_read)
+
+    def _drop(self, name: str) -> None:
+        if name in self._spent:
+            self._spent.remove(name)
+            self._zeroed.add(name)
 
     def step(self, *, boundary: bool | None = None) -> Any:
-        if not self.is_clean:
-            raise OptionError(
-                "a step drops the gradients, where torch would keep them; got two steps without "
-                "zero_grad() between; call optimizer.zero_grad()"
-            )
+        if self._spent:
+            raise _kept_grads("two steps")
+        before = self.state.missed
         info = super().step(boundary=boundary)
-        self.is_clean = False
+        if info is not None:
+            leaves = self.state.params.layout.leaves
+            old, new = before.of(leaves), self.state.missed.of(leaves)
+            used = {x.path for x in leaves if old.get(x.path) == new.get(x.path)}
+            self._spent = {
+                name
+                for name, x in self.leaves.items()
+                if name in used and (x.requires_grad or name in self._zeroed)
+            }
+            self._zeroed.clear()
         return info
+
+
+def _kept_grads(what: str) -> OptionError:
+    return OptionError(
+        f"a step drops the gradients, where torch would keep them; got {what} without zero_grad() "
+        "between; call optimizer.zero_grad()"
+    )
+
+
+class _SpentGrad(Tensor):
+    """The ``.grad`` of a leaf after a step: code may drop it, and look at its shape."""
+
+    _name: str
+    _drop: Callable[[str], None]
+
+    @staticmethod
+    def of(param: Tensor, name: str, drop: Callable[[str], None]) -> Tensor:
+        """Make the one of a leaf; code that sets it to zero calls ``drop``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found: Any = Tensor._make_wrapper_subclass(
+                _SpentGrad, param.shape, dtype=param.dtype, device=param.device
+            )
+        found._name, found._drop = name, drop
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in NO_VALUES or func is torch._has_compatible_shallow_copy_type:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        first = args[0] if args else None
+        spent = [x for x in tree.leaves((args, kwargs)) if isinstance(x, _SpentGrad)]
+        is_filled = func in (Tensor.fill_, Tensor.mul_) and type(args[1]) in (int, float)
+        if func in _DROPS or (is_filled and args[1] == 0):
+            for x in spent:
+                x._drop(x._name)
+            return first
+        if func in _STAYS or (first is spent[0] and changes_nothing(func, args, kwargs or {})):
+            return first
+        raise PlacementError(
+            f"a step takes the gradients; got {getattr(func, '__name__', func)}() of the .grad of "
+            f"leaf {spent[0]._name!r} after it; read .grad between backward and the step, as in "
+            "on_pre_optimizer_step of transformers and on_before_optimizer_step of Lightning",
+            leaf=spent[0]._name,
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        return f"<the gradient of leaf {self._name!r}, which the step has taken>"
+
+
+_DROPS = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
+# Functions that come before, and those of nn.Module.to() where it changes nothing.
+_STAYS = accessors("data") | {Tensor.detach_, Tensor.detach}
 
 
 def attach(
@@ -68,10 +219,12 @@ def attach(
         return loss
 
     def zero_grad(set_to_none: bool = True) -> None:
-        engine.zero_grad()
+        engine.zero_grad(set_to_none)
         for group in inner.param_groups:
             for param in group["params"]:
-                param.grad = None
+                # Parameters of a loss have gradients of their own.
+                if not isinstance(param, LiveParameter) and param.grad is not None:
+                    param.grad = None if set_to_none else torch.zeros_like(param)
 
     def state_dict() -> dict[str, Any]:
         if has_moments():

@@ -631,6 +631,31 @@ class Accumulates(Averages):
             optimizer.zero_grad()
 
 
+class Zeroes(Averages):
+    """Parameters that go unused, whose gradients are set to zero, and not to None."""
+
+    def __init__(self, *, is_manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.branch = nn.Linear(2, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05, weight_decay=0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        out = self.forward(batch) + (self.branch(batch) if batch_idx % 3 == 0 else 0.0)
+        loss = out.square().mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad(set_to_none=False)
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
 CALLBACKS = L.pytorch.callbacks
 LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
     "finetuning": (
@@ -644,6 +669,8 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
     "gradients in hooks": (Clips, list),
     "plateau": (Plateau, list),
     "gradients that stay": (Accumulates, list),
+    "gradients of zeros": (lambda: Zeroes(is_manual=False), list),
+    "gradients of zeros, manual": (lambda: Zeroes(is_manual=True), list),
     "accumulation": (Averages, lambda: [CALLBACKS.GradientAccumulationScheduler({0: 2, 1: 1})]),
 }
 

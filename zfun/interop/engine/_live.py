@@ -230,11 +230,15 @@ class LiveModule:
         self.watch(name, value, is_kept=False)
         return value
 
-    def show_grads(self, param: nn.Parameter) -> None:
-        """Let ``.grad`` have the gradients, outside of calls and of backward."""
+    def show_grads(self, param: nn.Parameter, *, is_read: bool) -> Tensor | None:
+        """Let ``.grad`` have the gradients, outside of calls and of backward.
+
+        Returns what a read gives in place of ``.grad``, if anything.
+        """
         is_outside = self.bound is None and torch._C._current_graph_task_id() == -1
         if is_outside and self.owner is not None and (name := self.name_of(param)) is not None:
-            self.owner.show_grads(name)
+            return self.owner.show_grads(name, is_read=is_read)
+        return None
 
     def end(self) -> None:
         """End a step: values that were gathered outside of calls are old from now on."""

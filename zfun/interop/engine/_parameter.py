@@ -46,7 +46,9 @@ class _LiveTensor:
         first = args[0] if args else None
         if func in NO_VALUES:
             if func in _GRADS and isinstance(first, LiveParameter):
-                first._live.show_grads(first)
+                spent = first._live.show_grads(first, is_read=func == _GET_GRAD)
+                if spent is not None:
+                    return spent
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, _LiveTensor):
@@ -338,19 +340,20 @@ _CASTS = frozenset(
 )
 
 
-def _accessors(*names: str) -> set[Any]:
+def accessors(*names: str) -> set[Any]:
     """Return the getters and setters of attributes of a tensor."""
     found = [getattr(torch.Tensor, name) for name in names]
     return {getattr(x, way) for x in found for way in ("__get__", "__set__", "__delete__")}
 
 
-_GRADS = _accessors("grad")
+_GRADS = accessors("grad")
+_GET_GRAD = torch.Tensor.grad.__get__  # pyrefly: ignore[missing-attribute]
 # Queries and marks that need no values.
 NO_VALUES = (
     METADATA
     | _GRADS
-    | _accessors("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
-    | _accessors("grad_fn", "_version", "itemsize", "nbytes", "retains_grad")
+    | accessors("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
+    | accessors("grad_fn", "_version", "itemsize", "nbytes", "retains_grad")
     | {
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,

@@ -303,7 +303,7 @@ class Passes(HeldModule):
             self._drop_strays()
         self._reset()
 
-    def show_grads(self, name: str) -> None:
+    def show_grads(self, name: str, *, is_read: bool) -> Tensor | None:
         """Move the gradients since the last step to ``.grad``, whole; every rank must call.
 
         A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
@@ -313,11 +313,12 @@ class Passes(HeldModule):
         no rank has used has none. Gradients of weighted means stay where they are.
 
         Args:
-            name: of the parameter whose gradient is read.
+            name: of the parameter whose gradient is read or written.
+            is_read: whether it is read; an engine may return what the read gives instead.
         """
         self._settle()
         if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
-            return
+            return None
         self._collected()
         self._drop_strays()
         self._sum.cut()
@@ -334,6 +335,7 @@ class Passes(HeldModule):
                 param, grad = self._params[path], whole[path]
                 param.grad = grad.detach().to(param.dtype)
                 self._shown[path] = weakref.ref(param.grad), param.grad._version
+        return None
 
     def _is_shown(self, name: str) -> bool:
         """Whether ``.grad`` has no gradient of this rank alone."""

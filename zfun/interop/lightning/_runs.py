@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.interop._attached import StepEngine
+from zfun.interop._attached import StepEngine, ZeroedEngine
 from zfun.interop._configured import zero_options
 from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
@@ -110,7 +110,7 @@ def build(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
             "precision='bf16-mixed', or use automatic optimization"
         )
-    engines = engines_of(module, groups, Engine, **options)
+    engines = engines_of(module, groups, ZeroedEngine, **options)
     for engine, one in zip(engines, groups, strict=True):
         engine.keeps_grads = True
         # Otherwise torch would look at each gradient, which sums over the ranks.
