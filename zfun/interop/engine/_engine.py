@@ -309,6 +309,7 @@ class Engine(Passes):
         """Load a state of any stage and any number of ranks; see :func:`zfun.load`.
 
         With an optimizer of torch, leaves that the saved run or this one has unfrozen train on.
+        Gradients that no step has taken stay, as in torch.
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
@@ -320,6 +321,9 @@ class Engine(Passes):
             The plain values of the caller.
         """
         self._check_writable("load()")
+        self._settle()
+        if self.has_grads:
+            self._gathered()
         try:
             loaded = self._loaded(path, keeps_frozen, options)
         except (PeerLost, CollectiveMismatch):
@@ -333,7 +337,7 @@ class Engine(Passes):
         if self._groups is not None:
             data = self._groups.restored(data, self._state.opt_state, keeps=keeps_groups)
         self.state = loaded.state
-        self._begin()
+        self._end_calls()
         # Leaves that the saved run had frozen, and this one has not, join it now.
         self._regroup()
         return data

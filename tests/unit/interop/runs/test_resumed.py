@@ -363,6 +363,36 @@ def test_a_loop_that_resumes_has_the_numbers_of_its_groups(
     torch.testing.assert_close(resumed[0][1], whole[0][1], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_before_a_load_stay(reads: bool, stage: int, tmp_path: Path) -> None:
+    """A load dropped them, as with a number of micro-batches that does not divide an epoch."""
+    accelerate = pytest.importorskip("accelerate")
+    from zfun.interop.accelerate import Accelerator
+
+    found = []
+    for accelerator in (accelerate.Accelerator(cpu=True), Accelerator(cpu=True, zero=stage)):
+        model = net()
+        model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
+        norms = []
+        for step in range(5):
+            x, y = batch(step, 0, 1)
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            if reads:
+                norms += [float(x.grad.norm()) for x in model.parameters()]
+            if step in (1, 4):
+                optimizer.step()
+                optimizer.zero_grad()
+            folder = tmp_path / str(len(found))
+            if step == 1:
+                accelerator.save_state(str(folder))
+            if step == 3:
+                accelerator.load_state(str(folder))
+        found.append((norms, {name: x.clone() for name, x in model.state_dict().items()}))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1])
+
+
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     number = lambda x: float(x) if isinstance(x, torch.Tensor) else x
     return {

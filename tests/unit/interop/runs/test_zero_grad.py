@@ -88,7 +88,7 @@ def zeroed(
     accelerator: Any, zero: Callable[[Any, Any], Any], *, reads: bool
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """Train a branch in the first step alone, and freeze a layer after the second."""
-    model = runs.net()
+    model: Any = runs.net()
     model.branch = nn.Linear(runs.WIDTH, runs.WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     net, optimizer = accelerator.prepare(model, optimizer)
