@@ -20,6 +20,7 @@ from zfun.interop.engine._parameter import (
     changes_nothing,
 )
 from zfun.interop.engine._torch_states import with_own_constants
+from zfun.optim import MissedSteps
 
 # The attributes of an optimizer that belong to an engine.
 _ATTACHED = ("_zfun_engine", "step", "zero_grad")
@@ -90,6 +91,8 @@ class StepEngine(ZeroedEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The leaves whose gradients the last step has taken, and the loop has not dropped.
         self._spent: set[str] = set()
+        # In a step, the steps that leaves had missed before.
+        self._missed: MissedSteps | None = None
         super().__init__(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -116,19 +119,25 @@ class StepEngine(ZeroedEngine):
     def step(self, *, boundary: bool | None = None) -> Any:
         if self._spent:
             raise _kept_grads("two steps")
-        before = self.state.missed
-        info = super().step(boundary=boundary)
-        if info is not None:
-            leaves = self.state.params.layout.leaves
-            old, new = before.of(leaves), self.state.missed.of(leaves)
+        self._missed = self._state.missed
+        try:
+            return super().step(boundary=boundary)
+        finally:
+            self._missed = None
+
+    def _begin(self) -> None:
+        """Begin the calls of a step; hooks of torch that come after the last one follow."""
+        super()._begin()
+        if self._missed is not None:
+            leaves = self._state.params.layout.leaves
+            old, new = self._missed.of(leaves), self._state.missed.of(leaves)
             used = {x.path for x in leaves if old.get(x.path) == new.get(x.path)}
+            zeroed, self._zeroed = self._zeroed, set()
             self._spent = {
                 name
                 for name, x in self.leaves.items()
-                if name in used and (x.requires_grad or name in self._zeroed)
+                if name in used and (x.requires_grad or name in zeroed)
             }
-            self._zeroed.clear()
-        return info
 
 
 def _kept_grads(what: str) -> OptionError:

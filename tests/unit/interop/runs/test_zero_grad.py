@@ -187,6 +187,24 @@ def test_a_gradient_that_a_step_has_taken_is_not_read(read: str, stage: int) -> 
 
 
 @EACH_STAGE
+def test_a_hook_after_the_step_does_not_read_gradients(stage: int) -> None:
+    _, model, optimizer, backward = stepped(stage)
+    optimizer.zero_grad()
+    backward()
+    norms: list[Tensor] = []
+
+    def read(inner: Any, args: Any, kwargs: Any) -> None:
+        grads = [x.grad for x in inner.param_groups[0]["params"]]
+        norms.extend(x.norm() for x in grads if x is not None)
+
+    optimizer.optimizer.register_step_pre_hook(read)
+    optimizer.optimizer.register_step_post_hook(read)
+    with pytest.raises(PlacementError, match=r"a step takes the gradients; got norm\(\)"):
+        optimizer.step()
+    assert len(norms) == sum(x.requires_grad for x in model.parameters()) - 2  # the pre hook's
+
+
+@EACH_STAGE
 def test_a_gradient_that_a_step_has_taken_can_be_looked_at_and_dropped(stage: int) -> None:
     _, model, optimizer, backward = stepped(stage)
     for name, param in model.named_parameters():
