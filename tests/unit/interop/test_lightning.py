@@ -631,13 +631,14 @@ class Accumulates(Averages):
             optimizer.zero_grad()
 
 
-class Zeroes(Averages):
+class Zeroes(Tiny):
     """Parameters that go unused, whose gradients are set to zero, and not to None."""
 
     def __init__(self, *, is_manual: bool) -> None:
         super().__init__()
         self.automatic_optimization = not is_manual
-        self.branch = nn.Linear(2, 1)
+        torch.manual_seed(0)
+        self.net, self.branch = nn.Linear(2, 1), nn.Linear(2, 1)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 0.05, weight_decay=0.1)
@@ -647,7 +648,8 @@ class Zeroes(Averages):
         loss = out.square().mean()
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
-            optimizer.zero_grad(set_to_none=False)
+            # Lightning's wrapper has torch's own method.
+            optimizer.optimizer.zero_grad(set_to_none=False)
             self.manual_backward(loss)
             optimizer.step()
         return loss
