@@ -15,6 +15,7 @@ CPU ranks is read when the first bucket of gradients is complete.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class CallParams(Protocol):
 
     def diverge(self) -> None:
         """Some rank begins backward at other outputs."""
+        ...
+
+    def leave_views(self) -> None:
+        """From the end of forward on, the graph alone keeps the views."""
         ...
 
     def begin_backward(self) -> None:
@@ -69,8 +74,13 @@ class WholeParams:
     def __init__(
         self, views: Sequence[Sequence[Tensor]], slots: Sequence[Sequence[LeafSlot]]
     ) -> None:
-        self._views = views
+        self._views: Sequence[Sequence[Any]] = views
         self._slots = slots
+
+    def leave_views(self) -> None:
+        """Look at the views, which have the graph's first nodes, and let go of them."""
+        self.end()
+        self._views = [[*map(_LeftView, views)] for views in self._views]
 
     def diverge(self) -> None:
         """Nothing is gathered."""
@@ -92,6 +102,20 @@ class WholeParams:
 
     def abandon(self) -> None:
         """Nothing is in flight."""
+
+
+class _LeftView:
+    """A view that the graph or the caller keeps; nobody writes to a view that is gone."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, view: Tensor) -> None:
+        self._ref = weakref.ref(view)
+
+    @property
+    def _version(self) -> int:
+        view = self._ref()
+        return 0 if view is None else view._version
 
 
 class Executor:
@@ -117,6 +141,11 @@ class Executor:
     def attach(self, params: CallParams) -> None:
         """Let parameters take part in this call: once for each sharded loss that is called."""
         self._params.append(params)
+
+    def leave_views(self) -> None:
+        """Forward has ended: keep no view, so that the call ends with the graph."""
+        for params in self._params:
+            params.leave_views()
 
     def open(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor]:
         """Put a bucket node behind views; return the views that the loss may use."""

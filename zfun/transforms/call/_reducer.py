@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -59,7 +60,7 @@ class GradReducer:
     Attributes:
         anchors: the tensors to differentiate with respect to, one for each node.
         scale: returns the factor of all gradients; called when the first bucket is complete.
-        unused: paths of the leaves that got no gradient on this rank.
+        unused: paths of the leaves that got no gradient on this rank in the last backward pass.
         on_unused: called with the index of a bucket of which a leaf got none, before the hooks.
         onto: buffers to which the gradients are added in place of new ones, one for each bucket.
         max_in_flight: how many reductions may be in flight; ``None`` for any number.
@@ -90,14 +91,14 @@ class GradReducer:
         self._tables = tables
         count = len(layout.buckets)
         self._opened = [0] * count
-        self._nodes: list[list[Any]] = [[] for _ in range(count)]
+        self._nodes: list[list[weakref.ref[Any]]] = [[] for _ in range(count)]
         self._in_flight: list[tuple[int, Handle]] = []
         self._begin()
 
     def _begin(self) -> None:
         """Begin a backward pass."""
         count = len(self.layout.buckets)
-        self.unused: list[str] = []
+        self._left_out: list[str] = []
         self._fired = [0] * count
         # Buckets that the loss has used on this rank, but whose nodes will not run.
         self._silent: frozenset[int] | None = None
@@ -127,7 +128,8 @@ class GradReducer:
             # parameters are made first of all, so every gradient would be complete before the
             # first was reduced.
             node._set_sequence_nr(_FIRST)
-            self._nodes[bucket].append(node)
+            # Weak, because the node has the call, which ends with the graph.
+            self._nodes[bucket].append(weakref.ref(node))
         return outputs
 
     def add_onto(self, buffers: Sequence[Any]) -> bool:
@@ -149,22 +151,20 @@ class GradReducer:
         """
         if self._silent is not None:
             return
-        runs = torch._C._will_engine_execute_node
         self._silent = frozenset(
             b
             for b, nodes in enumerate(self._nodes)
-            if nodes and b not in self.late and not any(map(runs, nodes))
+            if nodes and b not in self.late and not any(map(_runs, nodes))
         )
         self.start_ready()
 
     def will_run(self) -> bool:
         """Whether the backward pass that autograd runs gives gradients to any bucket."""
-        runs = torch._C._will_engine_execute_node
-        return bool(self.late) or any(map(runs, itertools.chain(*self._nodes)))
+        return bool(self.late) or any(map(_runs, itertools.chain(*self._nodes)))
 
     def running(self) -> list[bool]:
         """Whether the backward pass that autograd runs gives gradients to each node."""
-        return list(map(torch._C._will_engine_execute_node, itertools.chain(*self._nodes)))
+        return list(map(_runs, itertools.chain(*self._nodes)))
 
     def add(self, bucket: int, grads: Sequence[Tensor | None]) -> bool:
         """Add the gradients of one of a bucket's nodes; return whether the bucket is complete."""
@@ -210,7 +210,7 @@ class GradReducer:
                 self._fill(self._next)
             self.start_ready()
         self._settle(0)
-        results = self._results
+        results, self.unused = self._results, self._left_out
         if again:
             self._begin()
         else:
@@ -248,7 +248,7 @@ class GradReducer:
             ]
         )
         unused = [leaf.path for x, leaf in zip(grads, leaves, strict=True) if x is None]
-        self.unused += unused
+        self._left_out += unused
         if unused and self.on_unused is not None:
             self.on_unused(bucket)
         out = self._buffer(slot, bucket) if self.onto is None else self.onto[bucket]
@@ -285,6 +285,12 @@ def _leaves_of(layout: Layout, bucket: int) -> tuple[tuple[LeafSlot, ...], tuple
     """The leaves of a bucket, and the offset of each."""
     slots = tuple(layout.leaves[i] for i in layout.buckets[bucket].leaves)
     return slots, tuple(slot.offset for slot in slots)
+
+
+def _runs(ref: weakref.ref[Any]) -> bool:
+    """Whether the backward pass that autograd runs comes to a node."""
+    node = ref()
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

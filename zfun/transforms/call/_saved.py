@@ -89,9 +89,9 @@ class SavedViews:
                 storage = tensor.untyped_storage()._cdata
             found = self._storages.get(storage)
         except NotImplementedError:  # a sparse tensor
-            return tensor
+            return without_cycle(tensor)
         if found is None or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return without_cycle(tensor)
         bucket, _ = found
         self._views.append((_next_number() - 1, 1, self._alone[bucket]))
         # A plain tuple, because torch 2.15 makes views from no other type of shape.
@@ -211,6 +211,17 @@ class SavedViews:
     def is_kept(self, bucket: int) -> bool:
         """Whether autograd's graph keeps a view of a bucket."""
         return sys.getrefcount(self._marks[bucket]) > max(map(sys.getrefcount, [[bucket]]))
+
+
+def without_cycle(tensor: Tensor) -> Tensor:
+    """Return a tensor that the node which saves it may hold.
+
+    A node that saves its own result, such as that of tanh, and has the result's history through a
+    saved-tensor hook, is a cycle: a graph without a backward pass would never be freed.
+    """
+    node = tensor.grad_fn
+    is_own = node is not None and node._sequence_nr() == _next_number() - 1
+    return tensor.detach() if is_own else tensor
 
 
 class _Uses:

@@ -261,6 +261,8 @@ class GradientFunction(ZfunGradient):
         try:
             with torch.enable_grad(), noting("forward"):
                 out = self.loss(_open(params, layout, executor), batch)
+            if tape is not None:
+                executor.leave_views()
         except Exception:
             executor.abandon()
             raise

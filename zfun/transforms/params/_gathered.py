@@ -222,6 +222,9 @@ class GatheredParams:
         """Follow no schedule in backward, because a rank begins backward at other outputs."""
         self._course.diverged = True
 
+    def leave_views(self) -> None:
+        """The end of forward has forgotten the views."""
+
     def begin_backward(self) -> None:
         """Choose the steps of backward, at the latest at the first use of a leaf in backward."""
         if self._phase != "turn":

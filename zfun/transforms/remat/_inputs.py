@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zfun.transforms.call._reducer import is_bucket_view
+from zfun.transforms.call._saved import without_cycle
 from zfun.transforms.remat._elsewhere import Elsewhere, MovedVector, Stays
 from zfun.transforms.remat._vectors import is_plain
 
@@ -47,7 +48,7 @@ class _Hooks:
 
     def pack(self, tensor: Tensor) -> MovedVector | Stays:
         # If outer hooks convert the tensor, the outer hooks keep the result.
-        packed = tensor if self.outer is None else self.outer[0](tensor)
+        packed = without_cycle(tensor) if self.outer is None else self.outer[0](tensor)
         # In backward this block is part of an outer block's recomputation, and is short-lived.
         if (
             not isinstance(packed, Tensor)
