@@ -59,6 +59,8 @@ class Calls:
             del self._functions[old]
         out, tape = recipe.record(within, state, (fn, args, kwargs))
         tape.mark_late(self._live.read_without_gradient)
+        if self._is_sharded or self._live.read_without_gradient:
+            self._live.remember(tape)
         return out, tape
 
     def evaluate(self, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -236,7 +236,7 @@ class Engine(Passes):
         out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
         take, check = weakref.WeakMethod(self._take), weakref.WeakMethod(self._check_pass)
         tape.deliver = lambda grads: None if (method := take()) is None else method(grads)
-        tape.check = lambda: None if (method := check()) is None else method()
+        tape.check = lambda tape: None if (method := check()) is None else method(tape)
         self._tapes = [ref for ref in self._tapes if ref() is not None] + [weakref.ref(tape)]
         return out
 

@@ -32,7 +32,8 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.interop.engine._reads import LiveParameters
-from zfun.interop.engine._watched import WatchedValues, checksum
+from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
+from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
 
@@ -82,8 +83,10 @@ class LiveModule:
     ) -> None:
         # The tensors of the call that runs, by name.
         self.bound: Mapping[str, Any] | None = None
-        # The tensors of the last call, for blocks that backward runs again.
+        # The tensors of the call whose blocks backward runs again: the last one, or that of the
+        # tape of which a pass begins.
         self.kept: Mapping[str, Any] | None = None
+        self._calls: Any = weakref.WeakKeyDictionary()
         # The names that a call has read with gradients off.
         self.read_without_gradient: set[str] = set()
         # At stage 3, tensors with a gradient that were gathered outside of calls, by name.
@@ -99,7 +102,6 @@ class LiveModule:
         self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
         self._hooks: dict[str, Any] = {}
-        self._hooked: set[int] = set()
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
         self._watched = WatchedValues()
@@ -175,10 +177,17 @@ class LiveModule:
             self.bound, self._sums = before, None
             if keeps:
                 self.kept = tensors
-                self._hooked.clear()
             else:
                 # Blocks that backward runs again belong to the call before.
                 self._quiet, self._hooks = marks
+
+    def remember(self, tape: Tape) -> None:
+        """Know the tensors of the last call, for passes that come after other calls."""
+        self._calls[tape] = self.kept
+
+    def resume(self, tape: Tape) -> None:
+        """Let blocks that backward runs again belong to the call of a tape."""
+        self.kept = self._calls.get(tape, self.kept)
 
     def read(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of a call, or what the parameter's hooks and marks make of it."""
@@ -191,10 +200,11 @@ class LiveModule:
                 value = value.detach()
             elif not torch.is_grad_enabled():
                 self.read_without_gradient.add(name)
-            elif (hooks := self._hooks.get(name)) and id(value) not in self._hooked:
-                self._hooked.add(id(value))
+            elif (hooks := self._hooks.get(name)) and not hasattr(value, "_zfun_hooked"):
+                # A block that backward runs again reads the same tensor.
+                value.__dict__["_zfun_hooked"] = True
                 for hook in hooks.values():
-                    value.register_hook(hook)
+                    value.register_hook(functools.partial(_hooked, hook))
         if marks := self.marks.get(name):
             value.__dict__.update(marks)
         return value
@@ -243,10 +253,10 @@ class LiveModule:
     def end(self) -> None:
         """End a step: values that were gathered outside of calls are old from now on."""
         self.kept = None
-        self._hooked.clear()
+        self._calls.clear()
         # A loss that the script still holds keeps them, and may not be differentiated again.
         for name, x in self.strays.items():
-            x.register_post_accumulate_grad_hook(functools.partial(_refuse_old, name))
+            x.register_post_accumulate_grad_hook(functools.partial(refuse_old, name))
         self.strays.clear()
 
     def write(self, name: str, value: Tensor) -> None:
@@ -306,6 +316,8 @@ class LiveModule:
 
     def expose(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be plain ones with these values, until :meth:`cover`."""
+        # A write to a plain one counts as a write to what was read before.
+        self.check_read()
         for name, value in values.items():
             LiveParameter.release(self._params[name])
             self._params[name].data = value
@@ -360,6 +372,11 @@ class LiveModule:
         return alive(self._owner, "the value of a sharded parameter")
 
 
+def _hooked(hook: Callable[[Tensor], Any], grad: Tensor | None) -> Any:
+    """Run a parameter's hook, unless the leaf has no gradient while others of its bucket have."""
+    return None if grad is None else hook(grad)
+
+
 def _written_in_call(name: str) -> PlacementError:
     return PlacementError(
         "a call reads parameters, and does not write them; got an operation in place on leaf "
@@ -374,23 +391,5 @@ def _written(name: str) -> PlacementError:
         f".data, between the steps; got a write to leaf {name!r} through a view or detach(), an "
         "array of numpy, set_() or swap_tensors(), which would be lost; write to the parameter "
         "under torch.no_grad()",
-        leaf=name,
-    )
-
-
-def refuse_stale_backward(name: str) -> None:
-    """Refuse a backward pass through a parameter that has another value now."""
-    raise PlacementError(
-        "backward uses the parameters of the forward pass; got a write to leaf "
-        f"{name!r} between a call and its backward pass; write before the call, or after backward",
-        leaf=name,
-    )
-
-
-def _refuse_old(name: str, param: Tensor) -> None:
-    """Refuse a gradient of a value that was gathered outside of calls before the last step."""
-    raise PlacementError(
-        "a tensor that was gathered outside of a call is old after the step; got a gradient of "
-        f"leaf {name!r} from before; read the attribute of the module again in each step",
         leaf=name,
     )

@@ -18,9 +18,9 @@ from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
-from zfun.interop.engine._live import refuse_stale_backward
 from zfun.interop.engine._running import run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
+from zfun.interop.engine._watched import refuse_stale_backward
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
@@ -129,8 +129,9 @@ class Passes(HeldModule):
     def _open_tapes(self) -> list[Tape]:
         return [tape for ref in self._tapes if (tape := ref()) is not None]
 
-    def _check_pass(self) -> None:
+    def _check_pass(self, tape: Tape) -> None:
         """Check a backward pass that has come to outputs of this engine."""
+        self._live.resume(tape)
         if running_engine() is None and self.loss_scale != 1.0:
             raise ZfunError(
                 "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
@@ -414,9 +415,7 @@ class Passes(HeldModule):
             self._groups.leave()
 
     def hand_over(self) -> dict[str, Deferred]:
-        """Let another engine take the module; every rank must call.
-
-        The moments are dropped, and this engine refuses to go on.
+        """Let another engine take the module, not the moments; this one ends. Every rank must call.
 
         Returns:
             At stage 3 the values by name, which the module does not have until the other engine

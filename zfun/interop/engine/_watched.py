@@ -1,4 +1,4 @@
-"""Values of parameters that code has read, which it must not write: the state would miss that."""
+"""Values of parameters that code has read: it must not write them, or use them after the step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from zfun import ops
+from zfun.errors import PlacementError
+from zfun.transforms import Tape
 
 # As many values are watched at a time.
 _MAX_WATCHED = 4096
@@ -110,3 +112,22 @@ def checksum(value: Tensor) -> int:
     for piece in words.split(_PIECE):
         total = total * _FACTOR + (piece * places[: len(piece)]).sum()
     return int(total)
+
+
+def refuse_stale_backward(name: str, tape: Tape) -> None:
+    """Refuse a backward pass through a parameter that has another value now."""
+    del tape
+    raise PlacementError(
+        "backward uses the parameters of the forward pass; got a write to leaf "
+        f"{name!r} between a call and its backward pass; write before the call, or after backward",
+        leaf=name,
+    )
+
+
+def refuse_old(name: str, param: Tensor) -> None:
+    """Refuse a gradient of a value that was gathered outside of calls before the last step."""
+    raise PlacementError(
+        "a tensor that was gathered outside of a call is old after the step; got a gradient of "
+        f"leaf {name!r} from before; read the attribute of the module again in each step",
+        leaf=name,
+    )

@@ -42,7 +42,7 @@ class Tape:
 
     Attributes:
         deliver: called with the gradients of each pass.
-        check: called before each pass; may refuse it.
+        check: called with the tape before each pass; may refuse it.
         weight: of the loss of the next pass, as for a :class:`zfun.transforms.Pullback`.
         number: as above.
     """
@@ -55,7 +55,7 @@ class Tape:
     ) -> None:
         self.number = number
         self.deliver: Callable[[Any], None] = lambda grads: None
-        self.check: Callable[[], None] = lambda: None
+        self.check: Callable[[Tape], None] = lambda tape: None
         self.weight: float | Tensor | None = None
         self.is_running = False
         self._start, self._end = start, end
@@ -107,7 +107,7 @@ class Tape:
             )
         if not at_bucket and not executor.reducer.will_run():
             return
-        self.check()
+        self.check(self)
         self.is_running = True
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._start(self)
