@@ -405,7 +405,7 @@ class Engine(Passes):
         self._settle()
         if not self._sum.num_passes:  # A loop without calls.
             self._regroup()
-        if not self.has_grads:
+        if boundary is not False and not self.has_grads:
             self._check_same()
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "

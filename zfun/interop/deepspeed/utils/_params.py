@@ -40,6 +40,8 @@ def _pair(place: str, kind: str) -> tuple[Callable[..., Tensor | None], Callable
     def set_(param: Tensor, value: Tensor, optim_state_key: str = "") -> None:
         _check_key(names[1], optim_state_key, is_moment)
         engine, leaf = _needed(param, names[1], None if is_local else value)
+        if kind == "grad":
+            _count_as_used(engine, leaf)
         if kind != "fp32_param":
             part = _part(param, kind, names[1], optim_state_key, is_local)
             if part is not None:
@@ -69,7 +71,8 @@ def _pair(place: str, kind: str) -> tuple[Callable[..., Tensor | None], Callable
 
 
 # Parameters are those of the master weights. Gradients are what the step will take, the mean over
-# the ranks without the loss scale, and None before backward. Moments have torch's names: "exp_avg".
+# the ranks without the loss scale; None before backward, and for a parameter that no rank has used.
+# Moments have torch's names: "exp_avg".
 safe_get_full_fp32_param, safe_set_full_fp32_param = _pair("full", "fp32_param")
 safe_get_local_fp32_param, safe_set_local_fp32_param = _pair("local", "fp32_param")
 safe_get_full_grad, safe_set_full_grad = _pair("full", "grad")
@@ -106,10 +109,29 @@ def _part(param: Tensor, kind: str, function: str, key: str, is_local: bool) -> 
     # A read also adds the passes since the last one; every rank has shown the same gradients.
     if is_shown and param.grad is not None:
         return _ShownGrad(param.grad, engine.loss_scale)
+    engine._settle()
+    if not is_local:
+        # From here on the sum has the gradients from outside of calls, such as those of a penalty.
+        engine._gathered()
+    elif outside := engine._strays():
+        raise OptionError(
+            f"{function}() takes the elements of one rank; got a gradient of {min(outside)!r} from "
+            "outside of calls, which no rank has sent; call "
+            f"{function.replace('local', 'full')}()"
+        )
     grads = engine.grads
     if grads is None or name not in grads.layout.paths:
         return None
-    return _LeafCopy(grads, name, engine.loss_scale)
+    is_used = is_local or engine._sum.told([name not in grads.missed]).flags[0]
+    return _LeafCopy(grads, name, engine.loss_scale) if is_used else None
+
+
+def _count_as_used(engine: Engine, name: str) -> None:
+    """Let the next step move a leaf, also where backward gave it no gradient."""
+    grads = engine.grads
+    if grads is not None and name in grads.missed:
+        rest = {path: count for path, count in grads.missed.items() if path != name}
+        engine._sum.grads = grads.with_missed(rest)
 
 
 class _LeafCopy(NamedTuple):
