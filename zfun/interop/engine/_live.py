@@ -36,6 +36,9 @@ from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
 from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
+# A call with reentrant checkpoints, whose results may be gone, is remembered until the step.
+_MAX_CALLS = 64
+
 
 def check_free(module: nn.Module) -> None:
     """Refuse a module that is live already."""
@@ -183,6 +186,8 @@ class LiveModule:
 
     def remember(self, tape: Tape) -> None:
         """Know the tensors of the last call, for passes that come after other calls."""
+        if len(self._calls) >= _MAX_CALLS:
+            del self._calls[next(iter(self._calls))]
         self._calls[tape] = self.kept
 
     def resume(self, tape: Tape) -> None:

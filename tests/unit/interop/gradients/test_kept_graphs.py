@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,23 @@ def test_a_graph_is_freed_with_its_results(stage: int, reentrant: bool | None, k
             engine.step()
 
     zf.simulate(2, main)
+
+
+def test_calls_without_a_pass_are_forgotten() -> None:
+    """A loop without ``no_grad()`` and steps keeps a bounded number of calls."""
+    net = Net(reentrant=True)
+    engine = Engine(net, decaying(net), zero=0, group=zf.collectives.single_group())
+
+    def num_tensors() -> int:
+        net.results.clear()
+        return sum(isinstance(x, Tensor) for x in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        for _ in range(80):
+            engine(X[0])
+        counts.append(num_tensors())
+    assert counts[2] == counts[1]
 
 
 def facade(stage: int, group: zf.Group, gas: int = 1) -> Any:
