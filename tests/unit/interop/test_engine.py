@@ -395,6 +395,31 @@ def test_half_precision_has_the_bits_of_zero(stage: int, dtype: torch.dtype) -> 
     zf.simulate(RANKS, main)
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [torch.bfloat16, torch.float16, zf.recipes.Precision(compute=torch.bfloat16)],
+    ids=["bfloat16", "float16", "float32 kept"],
+)
+@EACH_STAGE
+def test_a_call_without_gradients_computes_in_the_dtype_of_training(
+    stage: int, precision: Any
+) -> None:
+    def main(group: zf.Group) -> None:
+        module = mlp()
+        engine = Engine(module, rule(), zero=stage, group=group, precision=precision)
+        x, _ = batches(1, group.size)[0][group.rank]
+        expected = engine(x).detach()
+        assert expected.dtype is not torch.float32
+        with torch.no_grad():
+            assert_same_bits([engine(x), engine.run(module, x)], [expected] * 2)
+            with engine.uneven() as same:
+                assert_same_bits([same(x) for _ in range(1 + group.rank)][0], expected)
+        with torch.inference_mode():
+            assert_same_bits(engine(x).clone(), expected)
+
+    zf.simulate(RANKS, main)
+
+
 @EACH_STAGE
 def test_values_go_out_and_in(stage: int, tmp_path: Path) -> None:
     """A checkpoint goes on with other stages; a state dict also with master weights."""

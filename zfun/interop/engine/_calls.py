@@ -14,8 +14,8 @@ import torch
 from zfun.collectives import Group
 from zfun.evaluation import evaluate
 from zfun.interop.engine._live import LiveModule
-from zfun.recipes import Zero, ZeroState
-from zfun.transforms import Tape
+from zfun.recipes import Precision, Zero, ZeroState
+from zfun.transforms import Tape, cast
 
 # As many functions as a recipe remembers.
 _MAX_FUNCTIONS = 8
@@ -28,15 +28,21 @@ class Calls:
     module, a part of the module that is called alone.
     """
 
-    def __init__(self, live: LiveModule, group: Group, *, is_sharded: bool) -> None:
+    def __init__(
+        self, live: LiveModule, group: Group, precision: Precision, *, is_sharded: bool
+    ) -> None:
         self._live, self._group, self._is_sharded = live, group, is_sharded
+        self._dtype = dtype = precision.compute
+        # Whether the module's own parameters are those with which it computes.
+        self._is_plain = not is_sharded and dtype in (None, precision.param)
         self._uneven: Callable[[Any], Any] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the orders of use, because the layout changes."""
         self._functions: dict[Hashable, Callable[[Any, Any], Any]] = {}
-        self._evaluation = evaluate(self._function(), self._group)
+        within = self._function()
+        self._evaluation = evaluate(self._cast(within), self._group)
 
     @property
     def is_inside(self) -> bool:
@@ -65,10 +71,14 @@ class Calls:
 
     def evaluate(self, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function without gradients."""
-        if not self._is_sharded:
-            return fn(*args, **kwargs)
         call = (fn, args, kwargs)
+        if self._is_plain:
+            return self._cast(_run)({}, call)
         return self._evaluation(state, call) if self._uneven is None else self._uneven(call)
+
+    def _cast(self, within: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Let a function compute in the dtype of training, where the recipe casts."""
+        return within if self._dtype is None else cast(within, self._dtype)
 
     @contextlib.contextmanager
     def uneven(self, state: ZeroState) -> Iterator[None]:
@@ -94,6 +104,12 @@ class Calls:
                 return fn(*args, **kwargs)
 
         return within
+
+
+def _run(params: Any, call: Any) -> Any:
+    del params
+    fn, args, kwargs = call
+    return fn(*args, **kwargs)
 
 
 def _key_of(fn: Any) -> Hashable:

@@ -47,7 +47,7 @@ from zfun.interop.engine._values import (
 )
 from zfun.parallel import model_axes
 from zfun.placement import Held, S
-from zfun.recipes import StepInfo, Zero
+from zfun.recipes import Precision, StepInfo, Zero
 from zfun.transforms import Tape
 
 
@@ -171,7 +171,8 @@ class Engine(Passes):
         self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread, own)
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra)
-        self._calls = Calls(self._live, self._group, is_sharded=self._is_sharded)
+        how = Precision() if own is None else own.precision
+        self._calls = Calls(self._live, self._group, how, is_sharded=self._is_sharded)
         self._tapes: list[weakref.ref[Tape]] = []
         if self._is_sharded:
             self._hide()
