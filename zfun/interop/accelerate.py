@@ -24,6 +24,7 @@ from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
 from zfun.interop._attached import StepEngine, attach, detach
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
+from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
 
 _FOLDER = "zfun"
@@ -231,10 +232,10 @@ class Accelerator(accelerate.Accelerator):
         """Run backward; gradients are means over the ranks, and sums over micro-batches."""
         loss = loss / self.gradient_accumulation_steps
         kwargs.pop("learning_rate", None)
-        if len(self._engines) == 1:
+        if len(self._engines) == 1 and not kwargs.keys() - {"inputs", "retain_graph"}:
             next(iter(self._engines)).backward(loss, scale=1.0, **kwargs)
         else:
-            loss.backward(**kwargs)
+            run_backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfun import stores, tree
 from zfun.collectives import Group, all_reduce, sum_group
 from zfun.errors import OptionError
-from zfun.flat import Flat, ravel
+from zfun.flat import Flat, leaf_spans, ravel
 from zfun.placement import P, S
 from zfun.reductions import global_norm
 from zfun.transforms import add_grads, redistribute, scale_grads
@@ -37,6 +37,8 @@ class GradSum:
         self.grads: Flat | None = None
         # Whether the pass that runs has reached the parameters.
         self.has_run = False
+        # The leaves that the pass that runs gives gradients; None for all.
+        self.only: frozenset[str] | None = None
         # Whether the passes are those of weighted means.
         self.is_weighted = False
         self._group, self._mesh, self._apart = group, sum_group(group), apart
@@ -74,6 +76,7 @@ class GradSum:
     def add(self, grads: Flat) -> None:
         """Add gradients of a backward pass."""
         self.has_run = True
+        grads = grads if self.only is None else _only(grads, self.only)
         if self.is_weighted:
             self._fresh = add_grads(self._fresh, grads)
         else:
@@ -209,6 +212,16 @@ def _spoiled(grads: Flat) -> Flat:
     """Return gradients that are all NaN."""
     here = stores.resident(grads)
     return here.with_buffers([torch.full_like(x, torch.nan) for x in here.buffers])
+
+
+def _only(grads: Flat, names: Collection[str]) -> Flat:
+    """Return gradients in which other leaves have none."""
+    here = stores.resident(grads)
+    for span in leaf_spans(here):
+        if span.path not in names:
+            here.buffers[span.bucket][span.start : span.stop].zero_()
+    others = {slot.path: None for slot in here.layout.leaves if slot.path not in names}
+    return here.with_missed({**grads.missed, **others})
 
 
 def _buckets_without(grads: Flat, apart: Collection[str]) -> list[int]:

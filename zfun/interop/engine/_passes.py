@@ -18,7 +18,7 @@ from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
-from zfun.interop.engine._running import run_by, running_engine
+from zfun.interop.engine._running import run_backward, run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
 from zfun.interop.engine._watched import refuse_stale_backward
 from zfun.recipes import StepInfo, Zero, ZeroState
@@ -49,6 +49,7 @@ class Passes(HeldModule):
         *,
         scale: float | None = None,
         retain_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
         """Add the gradients of a loss to those of the next step.
 
@@ -58,9 +59,9 @@ class Passes(HeldModule):
 
         Args:
             loss: a scalar of outputs of this engine, or :func:`zfun.transforms.weighted_mean`.
-            scale: the weight of this loss in the sum over the calls of a step; by default
-                ``1 / accumulate``.
+            scale: the weight of this loss in the sum of a step; by default ``1 / accumulate``.
             retain_graph: keep the graph for another backward pass.
+            inputs: parameters and other leaf tensors, which get gradients alone.
 
         Raises:
             ZfunError: the loss does not depend on outputs of this engine.
@@ -90,7 +91,7 @@ class Passes(HeldModule):
         self._sum.begin(weighted=weight is not None)
         run_by(self)
         try:
-            torch.autograd.backward(total, torch.full_like(total, seed), retain_graph=retain_graph)
+            run_backward(total, torch.full_like(total, seed), retain_graph, inputs=inputs)
             self._settle()
         except BaseException:
             for tape in tapes:

@@ -22,6 +22,7 @@ from zfun.interop._attached import StepEngine
 from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED
+from zfun.interop.engine._running import run_backward
 from zfun.interop.lightning import _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import Dtypes
@@ -64,12 +65,12 @@ class ZfunFabricStrategy(DDPStrategy):
     def precision(self) -> Dtypes:
         """The dtypes."""
         plugin = self._precision
-        return plugin if isinstance(plugin, Dtypes) else Dtypes("32-true")
+        return plugin if isinstance(plugin, Dtypes) else Unscaled("32-true")
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         if precision is not None and not isinstance(precision, Dtypes):
-            kind = Scaled if precision.precision.startswith("16") else Dtypes
+            kind = Scaled if precision.precision.startswith("16") else Unscaled
             precision = kind(precision.precision)
         if isinstance(precision, Scaled):
             precision.engines = self.engines
@@ -206,6 +207,14 @@ class _EachBackward(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Do nothing."""
         return contextlib.nullcontext()
+
+
+class Unscaled(Dtypes):
+    """The dtypes of a run without a loss scale."""
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward for all engines whose outputs the tensor has."""
+        run_backward(tensor, *args, **kwargs)
 
 
 class Scaled(Dtypes):

@@ -29,6 +29,7 @@ from zfun.interop._configured import zero_options
 from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, named_leaves
+from zfun.interop.engine._running import run_backward
 from zfun.recipes import StepInfo
 from zfun.sources import Deferred
 
@@ -77,7 +78,7 @@ class ManualRun:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add gradients to the parameters of the module."""
-        loss.backward(*args, **kwargs)
+        run_backward(loss, *args, **kwargs)
 
     def step(self, index: int) -> StepInfo | None:
         """Step an optimizer with the gradients of its parameters; without any, do nothing."""

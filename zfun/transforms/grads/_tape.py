@@ -88,6 +88,11 @@ class Tape:
         reached = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
         return bytes([*reached, *self._executor.reducer.running()])
 
+    @property
+    def anchors(self) -> Sequence[Tensor]:
+        """The tensors before the bucket nodes; a pass to these alone gives all gradients."""
+        return () if self._executor is None else self._executor.reducer.anchors
+
     def mark_late(self, paths: Iterable[str]) -> None:
         """Know the leaves that the call has read without gradients; see [Note: tapes]."""
         if self._executor is not None:
