@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -94,10 +95,12 @@ class Calls:
 
     def _function(self) -> Callable[[Any, Any], Any]:
         """Return a new function of parameters and a call."""
-        live, turns = self._live, itertools.count(1)
+        # Weak, because the graph of a call has the function, and the module the call's tensors.
+        live_of, turns = weakref.ref(self._live), itertools.count(1)
 
         def within(params: Any, call: Any) -> Any:
-            fn, args, kwargs = call
+            live, (fn, args, kwargs) = live_of(), call
+            assert live is not None, "a call has its module"
             # The check reads all values, so later calls are checked seldom.
             checks = next(turns).bit_count() == 1
             with live.lending(params, keeps=torch.is_grad_enabled(), checks=checks):
