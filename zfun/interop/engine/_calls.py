@@ -66,6 +66,8 @@ class Calls:
             del self._functions[old]
         out, tape = recipe.record(within, state, (fn, args, kwargs))
         tape.mark_late(self._live.read_without_gradient)
+        tape.hooked, hook = self._live.hooked, weakref.WeakMethod(self._live.hook)
+        tape.hook = lambda name, grad: grad if (run := hook()) is None else run(name, grad)
         if self._is_sharded or self._live.read_without_gradient:
             self._live.remember(tape)
         return out, tape

@@ -96,6 +96,8 @@ class LiveModule:
         self.strays: dict[str, Tensor] = {}
         # By name, attributes of a parameter that the tensors of calls have too.
         self.marks: dict[str, Mapping[str, Any]] = {}
+        # The names of parameters that have or had hooks.
+        self.hooked = {name for name, x in params.items() if x._backward_hooks}
         self.module, self._owner = module, weakref.ref(owner)
         # The names in the state, by identity.
         self.names = {id(param): name for name, param in params.items()}
@@ -104,7 +106,6 @@ class LiveModule:
         self.known = {id(param): param for param in module.parameters()}
         self._methods = {"zero_grad"}
         self._quiet: set[str] = set()
-        self._hooks: dict[str, Any] = {}
         self._hidden: set[str] = set()
         self._versions: dict[str, int] = {}
         self._watched = WatchedValues()
@@ -167,13 +168,10 @@ class LiveModule:
         """
         before, self.bound = self.bound, tensors
         self._sums = {} if checks else None
-        marks = self._quiet, self._hooks
+        quiet = self._quiet
         self.read_without_gradient = set()
         with torch._C.DisableTorchFunctionSubclass():
             self._quiet = {name for name, x in self._params.items() if not x.requires_grad}
-            self._hooks = {
-                name: x._backward_hooks for name, x in self._params.items() if x._backward_hooks
-            }
         try:
             yield
         finally:
@@ -182,7 +180,16 @@ class LiveModule:
                 self.kept = tensors
             else:
                 # Blocks that backward runs again belong to the call before.
-                self._quiet, self._hooks = marks
+                self._quiet = quiet
+
+    def hook(self, name: str, grad: Tensor) -> Tensor:
+        """Return what the hooks, which a parameter has now, make of a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks = list((self._params[name]._backward_hooks or {}).values())
+        for hook in hooks:
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
 
     def remember(self, tape: Tape) -> None:
         """Know the tensors of the last call, for passes that come after other calls."""
@@ -195,7 +202,7 @@ class LiveModule:
         self.kept = self._calls.get(tape, self.kept)
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        """Return the tensor of a call, or what the parameter's hooks and marks make of it."""
+        """Return the tensor of a call, or what the parameter's marks make of it."""
         if self._sums is not None and not ops.is_abstract(value):
             total = checksum(value)
             if self._sums.setdefault(name, total) != total:
@@ -205,11 +212,6 @@ class LiveModule:
                 value = value.detach()
             elif not torch.is_grad_enabled():
                 self.read_without_gradient.add(name)
-            elif (hooks := self._hooks.get(name)) and not hasattr(value, "_zfun_hooked"):
-                # A block that backward runs again reads the same tensor.
-                value.__dict__["_zfun_hooked"] = True
-                for hook in hooks.values():
-                    value.register_hook(functools.partial(_hooked, hook))
         if marks := self.marks.get(name):
             value.__dict__.update(marks)
         return value
@@ -233,6 +235,7 @@ class LiveModule:
             return self._gathered(name)
         if name not in self.strays:
             self.strays[name] = self._gathered(name).requires_grad_()
+            self.strays[name].register_hook(functools.partial(self.hook, name))
         elif name in self._stale:
             # The same leaf, which has gradients already.
             self.strays[name].data = self._gathered(name)
@@ -282,7 +285,7 @@ class LiveModule:
     @property
     def is_special(self) -> bool:
         """Whether a read of the call that runs needs more than the tensor."""
-        is_marked = self._quiet or self._hooks or self.marks or self._sums is not None
+        is_marked = self._quiet or self.marks or self._sums is not None
         return bool(is_marked) or not torch.is_grad_enabled()
 
     @property
@@ -375,11 +378,6 @@ class LiveModule:
 
     def _values(self) -> Any:
         return alive(self._owner, "the value of a sharded parameter")
-
-
-def _hooked(hook: Callable[[Tensor], Any], grad: Tensor | None) -> Any:
-    """Run a parameter's hook, unless the leaf has no gradient while others of its bucket have."""
-    return None if grad is None else hook(grad)
 
 
 def _written_in_call(name: str) -> PlacementError:

@@ -45,10 +45,9 @@ class _LiveTensor:
             args = [kwargs.pop("tensor")]
         first = args[0] if args else None
         if func in NO_VALUES:
-            if func in _GRADS and isinstance(first, LiveParameter):
-                spent = first._live.show_grads(first, is_read=func == _GET_GRAD)
-                if spent is not None:
-                    return spent
+            is_live = isinstance(first, LiveParameter)
+            if is_live and (answer := _answer_of(first, func)) is not None:
+                return answer
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, _LiveTensor):
@@ -241,6 +240,15 @@ def _in_place(
             if isinstance(x, _LiveTensor):
                 _write(x, value)
     return first if result is given else result
+
+
+def _answer_of(first: Any, func: Callable[..., Any]) -> Any:
+    """Return what a question about gradients gives in place of the parameter's own answer."""
+    if func in _GRADS:
+        return first._live.show_grads(first, is_read=func == _GET_GRAD)
+    if func is torch.Tensor.register_hook:
+        first._live.hooked.add(_name_of(first))
+    return None
 
 
 def _check(func: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -21,7 +21,7 @@ call has read so are *late*, and are complete at the end of the pass only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Tape:
     Attributes:
         deliver: called with the gradients of each pass.
         check: called with the tape before each pass; may refuse it.
+        hooked: the paths of leaves whose gradients in a pass ``hook`` changes.
+        hook: called with a path and a gradient.
         weight: of the loss of the next pass, as for a :class:`zfun.transforms.Pullback`.
         number: as above.
     """
@@ -56,6 +58,8 @@ class Tape:
         self.number = number
         self.deliver: Callable[[Any], None] = lambda grads: None
         self.check: Callable[[Tape], None] = lambda tape: None
+        self.hooked: Set[str] = frozenset()
+        self.hook: Callable[[str, Tensor], Tensor] = lambda path, grad: grad
         self.weight: float | Tensor | None = None
         self.is_running = False
         self._start, self._end = start, end
@@ -124,6 +128,13 @@ class Tape:
         """Take the gradients of a bucket from one of the nodes."""
         self.begin(at_bucket=True)
         assert self._executor is not None
+        if self.hooked:
+            layout = self._executor.reducer.layout
+            paths = [layout.leaves[i].path for i in layout.buckets[bucket].leaves]
+            grads = [
+                grad if grad is None or path not in self.hooked else self.hook(path, grad)
+                for path, grad in zip(paths, grads, strict=True)
+            ]
         self._executor.contribute(bucket, grads)
 
     def finish(self) -> None:

@@ -142,7 +142,34 @@ def with_a_hook(loop: Any, xs: Tensor) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("turn", [in_order, in_reverse, with_a_kept_one, with_a_hook])
+def with_a_late_hook(loop: Any, xs: Tensor) -> None:
+    """A hook that comes after the calls counts too, once for all uses of a call."""
+    losses = [loop.module(x) for x in xs]
+    handle = loop.module.first.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    for loss in losses:
+        loop.backward(loss)
+    handle.remove()
+
+
+def with_a_hook_and_a_penalty(loop: Any, xs: Tensor) -> None:
+    """The parameter is used outside of calls too."""
+    weight = loop.module.block.weight
+    handle = weight.register_hook(lambda grad: 2 * grad)
+    loop.backward(loop.module(xs[0]) + weight.square().sum())
+    handle.remove()
+
+
+TURNS = [
+    in_order,
+    in_reverse,
+    with_a_kept_one,
+    with_a_hook,
+    with_a_late_hook,
+    with_a_hook_and_a_penalty,
+]
+
+
+@pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "saved", "reentrant"])
 @EACH_STAGE
 def test_each_call_has_a_pass_of_its_own(stage: int, reentrant: bool | None, turn: Any) -> None:
