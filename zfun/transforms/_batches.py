@@ -63,15 +63,27 @@ def map_batch(fn: Callable[[Any], Any], batch: Any) -> Any:
             too.
 
     Returns:
-        A batch like the given one; nodes in which ``fn`` changed no leaf are the same objects.
+        A batch like the given one; nodes in which ``fn`` changed no leaf are the same objects, so
+        that a list or dict which a function fills stays that of its caller.
 
     Example:
         >>> import collections
         >>> map_batch(lambda x: 2 * x, [collections.UserDict(a=1), (2, None)])
         [{'a': 2}, (4, None)]
     """
-    parts = open_batch(batch)
-    return parts.rebuild([fn(leaf) for leaf in parts.leaves])
+    return _mapped(fn, batch)
+
+
+def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
+    kind = type(value)
+    if kind not in (list, tuple, dict):
+        parts = open_batch(value)
+        return parts.rebuild([fn(leaf) for leaf in parts.leaves])
+    children = list(value.values() if kind is dict else value)
+    new = [_mapped(fn, child) for child in children]
+    if all(x is y for x, y in zip(new, children, strict=True)):
+        return value
+    return dict(zip(value, new, strict=True)) if kind is dict else kind(new)
 
 
 @takes(count=integer(1))

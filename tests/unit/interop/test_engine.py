@@ -420,6 +420,38 @@ def test_a_call_without_gradients_computes_in_the_dtype_of_training(
     zf.simulate(RANKS, main)
 
 
+class Filling(nn.Module):
+    """A module that writes into what its caller passes, as layers with losses of their own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, losses: list[Tensor], memory: dict[str, Any]) -> Tensor:
+        x = self.layer(x)
+        losses.append(x.square().mean())
+        memory["count"] = memory.get("count", 0) + 1
+        return x
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@EACH_STAGE
+def test_forward_fills_the_containers_of_its_caller(stage: int, precision: Any) -> None:
+    alone = zf.collectives.single_group()
+    engine = Engine(Filling(), rule(), zero=stage, group=alone, precision=precision)
+    losses: list[Tensor] = []
+    memory: dict[str, Any] = {}
+    for _ in range(2):
+        engine(torch.ones(2, 3), losses, memory=memory)
+    with torch.no_grad():
+        engine(torch.ones(2, 3), losses, memory)
+    assert (len(losses), memory) == (3, {"count": 3})
+    before = engine.state_dict()
+    engine.backward(losses[0] + losses[1])
+    engine.step(boundary=True)
+    assert not torch.equal(engine.state_dict()["layer.weight"], before["layer.weight"])
+
+
 @EACH_STAGE
 def test_values_go_out_and_in(stage: int, tmp_path: Path) -> None:
     """A checkpoint goes on with other stages; a state dict also with master weights."""

@@ -36,6 +36,7 @@ class Calls:
         self._dtype = dtype = precision.compute
         # Whether the module's own parameters are those with which it computes.
         self._is_plain = not is_sharded and dtype in (None, precision.param)
+        self._run = self._cast(_run)
         self._uneven: Callable[[Any], Any] | None = None
         self.reset()
 
@@ -76,7 +77,7 @@ class Calls:
         """Run a function without gradients."""
         call = (fn, args, kwargs)
         if self._is_plain:
-            return self._cast(_run)({}, call)
+            return self._run({}, call)
         return self._evaluation(state, call) if self._uneven is None else self._uneven(call)
 
     def _cast(self, within: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
