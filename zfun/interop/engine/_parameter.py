@@ -269,6 +269,8 @@ def _check(func: Callable[..., Any], args: Sequence[Any]) -> None:
             "make the engine",
             leaf=_name_of(first),
         )
+    elif func is torch.Tensor.view_as and sys._getframe(2).f_code is _NODE_OF:
+        refuse_hook(_name_of(first), ON_NODES)
 
 
 def _check_in_call(values: Sequence[Any]) -> None:
@@ -284,12 +286,12 @@ def _check_in_call(values: Sequence[Any]) -> None:
             )
 
 
-def refuse_hook(name: str) -> None:
+def refuse_hook(name: str, kind: str = "register_post_accumulate_grad_hook()") -> None:
     """Refuse a hook that autograd would not call, because gradients do not come to ``.grad``."""
     raise PlacementError(
-        "backward adds the gradients of a parameter up outside of .grad; got a hook of "
-        f"register_post_accumulate_grad_hook() on leaf {name!r}, which would not be called; use "
-        "register_hook(), or read .grad between backward() and the step",
+        f"backward adds the gradients of a parameter up outside of .grad; got a hook of {kind} on "
+        f"leaf {name!r}, which would not be called; use register_hook(), or read .grad between "
+        "backward() and the step",
         leaf=name,
     )
 
@@ -341,6 +343,11 @@ def _refuse_hidden(value: Any, name: str) -> None:
 _MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
 _ARRAYS = frozenset([torch.Tensor.numpy, torch.Tensor.__array__])
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
+# Hooks of the node behind a parameter, and the function with which torch asks for the node.
+ON_NODES = "register_multi_grad_hook() or get_gradient_edge()"
+_NODE_OF = getattr(
+    getattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc", None), "__code__", None
+)
 _GET_DATA = torch.Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
 _SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
 _CASTS = frozenset(

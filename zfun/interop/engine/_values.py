@@ -19,7 +19,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.interop.engine._methods import LiveMethod
-from zfun.interop.engine._parameter import refuse_hook
+from zfun.interop.engine._parameter import ON_NODES, refuse_hook
 from zfun.layout import layout_of
 from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
 from zfun.placement import Cut, Held
@@ -39,6 +39,9 @@ def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
     for name, param in module.named_parameters():
         if param._post_accumulate_grad_hooks:
             refuse_hook(name)
+        hooks = [getattr(x, "__qualname__", "") for x in (param._backward_hooks or {}).values()]
+        if any("register_multi_grad_hook.<locals>.get" in hook for hook in hooks):
+            refuse_hook(name, ON_NODES)
         if type(param) is nn.Parameter:
             leaves[name] = param
         elif isinstance(param, UninitializedTensorMixin):

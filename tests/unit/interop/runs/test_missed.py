@@ -173,6 +173,10 @@ def hooked(model: Any) -> None:
     model.scale.register_post_accumulate_grad_hook(lambda param: None)
 
 
+def hooked_together(model: Any) -> None:
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda grads: None)
+
+
 def bounded(model: Any) -> None:
     model.extra = nn.Embedding(3, 2, max_norm=1.5)
 
@@ -186,12 +190,13 @@ def bag(model: Any) -> None:
     ("change", "match"),
     [
         (hooked, "got a hook of register_post_accumulate_grad_hook.. on leaf 'scale'"),
+        (hooked_together, "got a hook of register_multi_grad_hook.. or .* on leaf 'scale'"),
         (bounded, r"got the Embedding 'extra' with max_norm=1\.5"),
         (bag, r"got the EmbeddingBag 'extra\.0' with max_norm=2"),
     ],
 )
 @pytest.mark.shows(
-    "`nn.Embedding(max_norm=)`, `register_post_accumulate_grad_hook`",
+    "`nn.Embedding(max_norm=)`, `register_post_accumulate_grad_hook`, `register_multi_grad_hook`",
     "refused",
     "before the first step; `register_hook` is right",
 )
@@ -208,6 +213,14 @@ def test_a_module_that_an_engine_cannot_serve_is_refused(
 
 def hook_later(engine: Engine, net: Any) -> None:
     net.scale.register_post_accumulate_grad_hook(lambda param: None)
+
+
+def hook_together_later(engine: Engine, net: Any) -> None:
+    hooked_together(net)
+
+
+def edge(engine: Engine, net: Any) -> None:
+    torch.autograd.graph.get_gradient_edge(net.scale)
 
 
 def of_all(engine: Engine, net: Any) -> None:
@@ -241,6 +254,8 @@ def parametrized(engine: Engine, net: Any) -> None:
     ("line", "match"),
     [
         (hook_later, "got a hook of register_post_accumulate_grad_hook.. on leaf 'scale'"),
+        (hook_together_later, "got a hook of register_multi_grad_hook.. or .* on leaf 'scale'"),
+        (edge, "or get_gradient_edge.. on leaf 'scale', which would not be called"),
         (of_all, r"torch\.autograd\.grad\(\) takes tensors that .* got leaf 'scale' after a call"),
         (of_one_unused, "got leaf 'scale' after a call"),
         (of_a_function, r"got a call inside of torch\.func\.grad"),
