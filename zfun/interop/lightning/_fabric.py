@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -212,6 +213,8 @@ class _EachBackward(_BackwardSyncControl):
 class Unscaled(Dtypes):
     """The dtypes of a run without a loss scale."""
 
+    # By this mark loss.backward() stays right for Fabric too.
+    @functools.wraps(Precision.backward)
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward for all engines whose outputs the tensor has."""
         run_backward(tensor, *args, **kwargs)

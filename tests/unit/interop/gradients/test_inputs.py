@@ -113,3 +113,16 @@ def in_fabric(stage: int | None) -> list[Tensor]:
 @pytest.mark.usefixtures("one_rank")
 def test_a_loss_of_two_models_trains_one(host: Callable[[int | None], Any], stage: int) -> None:
     torch.testing.assert_close(host(stage), host(None), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.usefixtures("one_rank")
+def test_fabric_takes_a_plain_backward_too(stage: int) -> None:
+    """Fabric asks for ``fabric.backward()`` where a precision has a backward of its own."""
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=f"zfun_stage_{stage}")
+    fabric.launch()
+    plain = net()
+    module, optimizer = fabric.setup(plain, decaying(plain))
+    module(X[0]).sum().backward()
+    optimizer.step()
+    assert not torch.equal(module.state_dict()["0.weight"], net().state_dict()["0.weight"])
