@@ -74,8 +74,10 @@ def run_backward(
         # Uses outside of calls, at stage 3 of a value that was gathered there.
         chosen += [live.strays[name]] if name in live.strays else []
     for engine, only in names.items():
-        chosen += [anchor for tape in engine._open_tapes() for anchor in tape.anchors]
         engine._sum.only = frozenset(only)
+        for tape in engine._open_tapes():
+            chosen += tape.anchors
+            tape.hooked = engine._live.hooked & only
     try:
         torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=chosen)
         for engine in names:
@@ -83,3 +85,5 @@ def run_backward(
     finally:
         for engine in names:
             engine._sum.only = None
+            for tape in engine._open_tapes():
+                tape.hooked = engine._live.hooked
