@@ -101,13 +101,14 @@ class Passes(HeldModule):
             run_by(None)
             for tape in tapes:
                 tape.weight = None
-        if not self._sum.has_run and not self._strays():
+        if self._sum.has_run or self._strays():
+            self._count(total.detach(), weight, 1.0 if scale is None else scale)
+        elif inputs is None:
             self._check_same()
             raise ZfunError(
                 "backward() takes a loss of outputs of this engine since its last step; got a loss "
                 "that depends on none of them; call backward() of the engine that made the outputs"
             )
-        self._count(total.detach(), weight, 1.0 if scale is None else scale)
 
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of a leaf from rank 0; every rank must call."""
@@ -350,7 +351,6 @@ class Passes(HeldModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
-        del set_to_none
         self._drop_strays()
         self._reset()
 

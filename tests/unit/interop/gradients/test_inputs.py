@@ -83,6 +83,43 @@ def test_a_pass_of_torch_alone_gives_parameters_none(stage: int) -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pass_to_the_batch_alone_is_no_pass_of_the_step(stage: int) -> None:
+    """As adversarial training computes the gradient of a batch before the step's own passes."""
+
+    def trained(module: nn.Module, backward: Callable[..., None], step: Callable[[], Any]) -> Any:
+        found = []
+        for x in X:
+            batch = x.clone().requires_grad_()
+            backward(module(batch).square().mean(), inputs=[batch])
+            assert batch.grad is not None
+            found.append(batch.grad)
+            for part in (batch.detach() + 0.1 * batch.grad.sign(), x):
+                backward(module(part).square().mean() / 2)
+            step()
+        return found, {name: x.clone() for name, x in module.state_dict().items()}
+
+    plain = net()
+    optimizer = decaying(plain)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected = trained(plain, lambda loss, **options: loss.backward(**options), step)
+
+    def main(group: zf.Group) -> None:
+        module = net()
+        engine = Engine(module, decaying(module), zero=stage, group=group, accumulate=2)
+        # The loop divides each loss itself.
+        backward = lambda loss, **options: engine.backward(loss, scale=1.0, **options)
+        # Without boundary=, which says that exactly two passes count.
+        found = trained(module, backward, engine.step)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+    zf.simulate(2, main)
+
+
 def gan(setup: Callable[..., Any], backward: Callable[..., None]) -> list[Tensor]:
     """Train two networks, of which the second loss reaches both."""
     first, second = net(), net(1)
