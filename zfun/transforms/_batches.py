@@ -75,6 +75,8 @@ def map_batch(fn: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value)
     kind = type(value)
     if kind not in (list, tuple, dict):
         parts = open_batch(value)

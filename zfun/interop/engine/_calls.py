@@ -43,8 +43,7 @@ class Calls:
     def reset(self) -> None:
         """Forget the orders of use, because the layout changes."""
         self._functions: dict[Hashable, Callable[[Any, Any], Any]] = {}
-        within = self._function()
-        self._evaluation = evaluate(self._cast(within), self._group)
+        self._evaluation = evaluate(self._cast(self._function()), self._group)
 
     @property
     def is_inside(self) -> bool:
