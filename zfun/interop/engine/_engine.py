@@ -170,7 +170,7 @@ class Engine(Passes):
         spread = tuple(Held((axis.group.rank,)) for axis in axes)  # a rank has its own buffers
         self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread, own)
         self._is_sharded = self._state.params.placement is S
-        self._live = LiveModule(module, self.leaves, self, self._extra)
+        self._live = LiveModule(module, self.leaves, self, self._extra, hides=self._is_sharded)
         how = Precision() if own is None else own.precision
         self._calls = Calls(self._live, self._group, how, is_sharded=self._is_sharded)
         self._tapes: list[weakref.ref[Tape]] = []

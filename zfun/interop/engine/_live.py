@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from zfun import ops
 from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
-from zfun.interop.engine._parameter import LiveParameter
-from zfun.interop.engine._reads import LiveParameters
+from zfun.interop.engine._parameter import LiveParameter, attributes_of
+from zfun.interop.engine._reads import LiveParameters, check_code
 from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
 from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
@@ -83,36 +83,38 @@ class LiveModule:
         params: Mapping[str, nn.Parameter],
         owner: Any,
         extra: Mapping[str, nn.Parameter],
+        *,
+        hides: bool,
     ) -> None:
+        if hides:
+            check_code(module)
         # The tensors of the call that runs, by name.
         self.bound: Mapping[str, Any] | None = None
-        # The tensors of the call whose blocks backward runs again: the last one, or that of the
-        # tape of which a pass begins.
+        # Those of the call whose blocks backward runs again: the last one, or that of a pass.
         self.kept: Mapping[str, Any] | None = None
         self._calls: Any = weakref.WeakKeyDictionary()
         # The names that a call has read with gradients off.
         self.read_without_gradient: set[str] = set()
         # At stage 3, tensors with a gradient that were gathered outside of calls, by name.
         self.strays: dict[str, Tensor] = {}
-        # By name, attributes of a parameter that the tensors of calls have too.
+        # The names of parameters with attributes of code; what else the tensors of calls have.
+        self.marked: set[str | None] = set()
         self.marks: dict[str, Mapping[str, Any]] = {}
         # The names of parameters that have or had hooks.
         self.hooked = {name for name, x in params.items() if x._backward_hooks}
         self.module, self._owner = module, weakref.ref(owner)
-        # The names in the state, by identity.
         self.names = {id(param): name for name, param in params.items()}
         self._params, self._shown = dict(params), {**params, **extra}
         # Whole ones too, such as quantised weights.
         self.known = {id(param): param for param in module.parameters()}
         self._methods = {"zero_grad"}
-        self._quiet: set[str] = set()
-        self._hidden: set[str] = set()
+        self._quiet, self._hidden = set[str](), set[str]()
         self._versions: dict[str, int] = {}
         self._watched = WatchedValues()
         self._aliases: dict[str, list[weakref.ref[Any]]] = {}
         # The names of strays with an old value.
         self._stale: set[str] = set()
-        # In a call that is checked for writes, the values that the call has read, by name.
+        # In a call that is checked for writes, what it has read, by name.
         self._sums: dict[str, int] | None = None
         for part in module.modules():
             part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
@@ -202,7 +204,7 @@ class LiveModule:
         self.kept = self._calls.get(tape, self.kept)
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        """Return the tensor of a call, or what the parameter's marks make of it."""
+        """Return the tensor of a call, with the attributes that code has set on the parameter."""
         if self._sums is not None and not ops.is_abstract(value):
             total = checksum(value)
             if self._sums.setdefault(name, total) != total:
@@ -212,8 +214,8 @@ class LiveModule:
                 value = value.detach()
             elif not torch.is_grad_enabled():
                 self.read_without_gradient.add(name)
-        if marks := self.marks.get(name):
-            value.__dict__.update(marks)
+        value._is_param = True
+        value.__dict__.update(attributes_of(self._params[name]), **self.marks.get(name, {}))
         return value
 
     def of_call(self, param: Any) -> Any:

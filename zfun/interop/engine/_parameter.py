@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zfun import tree
 from zfun.errors import PlacementError
-from zfun.transforms.call._lazy import METADATA
+from zfun.interop._questions import NO_VALUES, accessors, changes_nothing
 
 
 class _LiveTensor:
@@ -78,15 +78,22 @@ class LiveParameter(_LiveTensor, nn.Parameter):
     @staticmethod
     def adopt(param: nn.Parameter, live: Any) -> None:
         """Make a live parameter of a parameter, which stays the same object."""
+        if param.__dict__:
+            live.marked.add(live.name_of(param))
         param.__class__ = LiveParameter
         param._live, param._param = live, param  # pyrefly: ignore[missing-attribute]
 
     @staticmethod
     def release(param: nn.Parameter) -> None:
         """Make a plain parameter of a live one."""
-        for name in ("_live", "_param"):
+        for name in _OWN:
             delattr(param, name)
         param.__class__ = nn.Parameter
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name not in _OWN and name in self.__dict__:
+            self._live.marked.add(_name_of(self))
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,6 +121,11 @@ class LiveData(_LiveTensor, torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return _copy_of(self).__reduce_ex__(proto)
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that code has set on a live parameter."""
+    return {key: x for key, x in param.__dict__.items() if key not in _OWN}
 
 
 def leave_meta(param: nn.Parameter, device: torch.device) -> None:
@@ -339,6 +351,7 @@ def _refuse_hidden(value: Any, name: str) -> None:
         )
 
 
+_OWN = ("_live", "_param")
 # Kernels of other libraries ask for these.
 _MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
 _ARRAYS = frozenset([torch.Tensor.numpy, torch.Tensor.__array__])
@@ -350,47 +363,5 @@ _NODE_OF = getattr(
 )
 _GET_DATA = torch.Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
 _SET_DATA = torch.Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
-_CASTS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16")
-)
-
-
-def accessors(*names: str) -> set[Any]:
-    """Return the getters and setters of attributes of a tensor."""
-    found = [getattr(torch.Tensor, name) for name in names]
-    return {getattr(x, way) for x in found for way in ("__get__", "__set__", "__delete__")}
-
-
 _GRADS = accessors("grad")
 _GET_GRAD = torch.Tensor.grad.__get__  # pyrefly: ignore[missing-attribute]
-# Queries and marks that need no values.
-NO_VALUES = (
-    METADATA
-    | _GRADS
-    | accessors("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
-    | accessors("grad_fn", "_version", "itemsize", "nbytes", "retains_grad")
-    | {
-        torch.Tensor.requires_grad_,
-        torch.Tensor.register_hook,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.is_shared,
-        torch.Tensor.stride,
-        torch.Tensor.type,
-    }
-)
-
-
-def changes_nothing(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether an operation is a cast of a parameter that keeps device and dtype."""
-    if func not in _CASTS:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        param = args[0]
-        probe = torch.empty(0, dtype=param.dtype, device=param.device)
-        if kwargs.get("copy"):
-            return False
-        found = func(probe, *args[1:], **kwargs)
-        return found.dtype == probe.dtype and found.device == probe.device

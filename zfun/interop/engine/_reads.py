@@ -7,9 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zfun.errors import OptionError
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
+
+
+def check_code(module: nn.Module) -> None:
+    """Refuse parts whose code reads the memory of parameters, and not the attributes."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None:
+            raise OptionError(
+                "stage 3 gathers a parameter where Python code reads it; got a "
+                f"torch.jit.ScriptModule{f' as {name!r}' if name else ''}; pass the module that "
+                "torch.jit compiled, or use stage 2"
+            )
 
 
 class LiveParameters(dict[str, Any]):
@@ -37,7 +49,9 @@ class LiveParameters(dict[str, Any]):
                 value = bound[name]
                 if type(value) is LazyLeaf:
                     value = tensor_of(value)
-                return live.read(name, value) if live.is_special else value
+                # For isinstance(..., nn.Parameter).
+                value._is_param = True
+                return live.read(name, value) if name in live.marked or live.is_special else value
         elif live.kept is not None:
             return live.of_call(super().__getitem__(key))
         return super().__getitem__(key)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zfun import tree
 from zfun.collectives import Group, all_gather, broadcast, global_ranks
 from zfun.errors import OptionError, PlacementError
-from zfun.interop.engine._parameter import NO_VALUES, changes_nothing
+from zfun.interop._questions import NO_VALUES, changes_nothing
 from zfun.sources import Deferred
 
 _OWNER = "_zfun_owner"
