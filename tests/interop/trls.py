@@ -22,6 +22,7 @@ KINDS = (
     "sft dora",
     "sft adalora",
     "sft modules",
+    "sft parameters",
     "dpo",
     "dpo lora",
     "reward",
@@ -88,7 +89,12 @@ def adapter(name: str) -> Any:
     }
     if name == "adalora":
         return peft.AdaLoraConfig(**common, total_step=10, init_r=4, target_r=2, tinit=1, tfinal=2)
-    more = {"lora": {}, "dora": {"use_dora": True}, "modules": {"modules_to_save": ["lm_head"]}}
+    more: dict[str, Any] = {
+        "lora": {},
+        "dora": {"use_dora": True},
+        "modules": {"modules_to_save": ["lm_head"]},
+        "parameters": {"target_parameters": ["mlp.down_proj.weight"]},
+    }
     return peft.LoraConfig(**common, r=4, **more[name])
 
 

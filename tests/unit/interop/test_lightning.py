@@ -703,7 +703,7 @@ def test_a_search_for_the_learning_rate_restores_the_run(stage: int, tmp_path: P
         lr = 0.1
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), self.lr)
+            return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
     found = []
     for strategy in ("auto", f"zfun_stage_{stage}"):

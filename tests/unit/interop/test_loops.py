@@ -392,11 +392,12 @@ def test_torch_compile_compiles_blocks(stage: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_trainer_of_trl_has_the_numbers_of_trl(stage: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", ["sft lora", "sft parameters"])
+def test_a_trainer_of_trl_has_the_numbers_of_trl(kind: str, stage: int, tmp_path: Any) -> None:
     """Also in ``tests/distributed``, with all trainers on two ranks."""
     trls = pytest.importorskip("tests.interop.trls")
     model = trls.saved_model(tmp_path / "model")
-    plain, found = (trls.run("sft lora", its, model) for its in (None, stage))
+    plain, found = (trls.run(kind, its, model) for its in (None, stage))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-5, atol=1e-6)
 
 

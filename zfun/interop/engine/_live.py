@@ -31,7 +31,7 @@ from zfun import ops
 from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter, attributes_of
-from zfun.interop.engine._reads import LiveParameters, check_code
+from zfun.interop.engine._reads import IS_PARAM, LiveParameters, check_code
 from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
 from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
@@ -214,7 +214,7 @@ class LiveModule:
                 value = value.detach()
             elif not torch.is_grad_enabled():
                 self.read_without_gradient.add(name)
-        value._is_param = True
+        value._is_param = IS_PARAM
         value.__dict__.update(attributes_of(self._params[name]), **self.marks.get(name, {}))
         return value
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from zfun.errors import OptionError
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
+
+# It gives what it has taken out of a module back to it, as PEFT does in each forward pass.
+_REGISTER = register_parametrization.__code__
+_SETATTR = nn.Module.__setattr__.__code__
 
 
 def check_code(module: nn.Module) -> None:
@@ -22,6 +28,23 @@ def check_code(module: nn.Module) -> None:
                 f"torch.jit.ScriptModule{f' as {name!r}' if name else ''}; pass the module that "
                 "torch.jit compiled, or use stage 2"
             )
+
+
+class _IsParam:
+    """Lets a call's tensor be an ``nn.Parameter`` for ``isinstance``.
+
+    Where code keeps it as an attribute of a module, it is none: no module registers a tensor with
+    a graph.
+    """
+
+    def __bool__(self) -> bool:
+        return sys._getframe(2).f_code is not _SETATTR
+
+    def __reduce__(self) -> Any:
+        return bool, (True,)
+
+
+IS_PARAM: Any = _IsParam()
 
 
 class LiveParameters(dict[str, Any]):
@@ -49,8 +72,7 @@ class LiveParameters(dict[str, Any]):
                 value = bound[name]
                 if type(value) is LazyLeaf:
                     value = tensor_of(value)
-                # For isinstance(..., nn.Parameter).
-                value._is_param = True
+                value._is_param = IS_PARAM
                 return live.read(name, value) if name in live.marked or live.is_special else value
         elif live.kept is not None:
             return live.of_call(super().__getitem__(key))
@@ -71,6 +93,17 @@ class LiveParameters(dict[str, Any]):
         self.names.pop(key, None)
         if name := self.live.name_of(param):
             self.names[key] = name
+
+    def __delitem__(self, key: str) -> None:
+        if key in self.names:
+            own, read = super().__getitem__(key), self[key]
+            self.swapped[key] = own, read
+            del self.names[key]
+            if sys._getframe(2).f_code is _REGISTER:
+                # Which has called set_() of the tensor with itself.
+                count = read._version - 1
+                torch._C._autograd._unsafe_set_version_counter((read,), (count,))
+        super().__delitem__(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {key: copy.deepcopy(param, memo) for key, param in self.items()}

@@ -1,4 +1,4 @@
-"""What ``forward`` asks of a parameter besides its values has the answers of plain torch."""
+"""What ``forward`` does with a parameter besides reading its values goes as in plain torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zfun as zf
 from zfun import optim
-from zfun.errors import OptionError
+from zfun.errors import OptionError, ZfunError
 from zfun.interop import Engine
 
 RANKS, WIDTH = 2, 4
@@ -25,6 +26,13 @@ def by_class(net: Asks) -> Any:
 
 def by_path(net: Asks) -> Any:
     return net.get_parameter("scale") * net.get_parameter("layer.weight").mean()
+
+
+def by_an_attribute_of_the_module(net: Any) -> Any:
+    net.kept = net.scale
+    kept = torch.sin(net.kept)
+    del net.kept
+    return kept
 
 
 def by_attribute(net: Asks) -> Any:
@@ -41,7 +49,14 @@ def by_attribute_of_a_frozen_one(net: Asks) -> Any:
 
 ASKED: dict[str, Callable[[Asks], Any]] = {
     f.__name__: f
-    for f in (by_class, by_path, by_attribute, by_attribute_of_a_part, by_attribute_of_a_frozen_one)
+    for f in (
+        by_class,
+        by_path,
+        by_an_attribute_of_the_module,
+        by_attribute,
+        by_attribute_of_a_part,
+        by_attribute_of_a_frozen_one,
+    )
 }
 
 
@@ -68,7 +83,7 @@ class Asks(nn.Module):
         return self.block(x)
 
 
-def trained(net: Asks, stage: int | None, group: Any = None, between: Any = None) -> list[Tensor]:
+def trained(net: Any, stage: int | None, group: Any = None, between: Any = None) -> list[Tensor]:
     """Train three steps, the last one after ``between``, and evaluate."""
     engine: Any = None
     rule = torch.optim.SGD([x for x in net.parameters() if x.requires_grad], 0.5)
@@ -115,7 +130,7 @@ def test_an_attribute_that_is_set_between_the_steps_is_seen(stage: int) -> None:
     def between(net: Asks) -> None:
         net.scale.times = 5.0  # pyrefly: ignore[missing-attribute]
         net.still.times = 0.5  # pyrefly: ignore[missing-attribute]
-        del net.layer.weight.is_wide
+        delattr(net.layer.weight, "is_wide")
 
     def both(net: Asks) -> Any:
         return by_attribute(net) * by_attribute_of_a_frozen_one(net) * by_attribute_of_a_part(net)
@@ -134,6 +149,77 @@ def test_compiled_code_asks_for_them_too(stage: int) -> None:
     torch.testing.assert_close(found, expected)
 
 
+class Twice(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2.0 * weight + self.delta
+
+
+class Adapted(nn.Module):
+    """Adapts frozen parameters in each forward pass, as PEFT does for ``target_parameters``."""
+
+    def __init__(self, names: tuple[str, ...], *, checkpoints: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.deltas = nn.ParameterDict({x: torch.randn(WIDTH) for x in names})
+        self.names, self.checkpoints = names, checkpoints
+
+    def block(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x)) + self.base(x)
+        for name in self.names:
+            parametrize.register_parametrization(self.base, name, Twice(self.deltas[name]))
+        try:
+            with parametrize.cached():
+                return self.base(x) + self.base(x.sin())
+        finally:
+            for name in self.names:
+                parametrize.remove_parametrizations(self.base, name, leave_parametrized=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False) if self.checkpoints else self.block(x)
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("names", [("weight",), ("weight", "bias")])
+def test_a_parametrization_comes_and_goes_in_a_forward_pass(
+    names: tuple[str, ...], checkpoints: bool, stage: int
+) -> None:
+    """It was refused as a write of the parameter."""
+
+    def run(stage: int | None, group: Any = None) -> list[Tensor]:
+        def evaluate(net: Any) -> None:
+            with torch.no_grad():
+                net(torch.ones(1, WIDTH))
+
+        return trained(Adapted(names, checkpoints=checkpoints), stage, group, evaluate)
+
+    expected = run(None)
+    for found in zf.simulate(RANKS, lambda group: run(stage, group)):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_write_beside_such_a_parametrization_is_refused_by_name(stage: int) -> None:
+    class Writes(Adapted):
+        def block(self, x: Tensor) -> Tensor:
+            self.base.weight.mul_(0.5)
+            return super().block(x)
+
+    def main(group: zf.Group) -> None:
+        net = Writes(("weight",), checkpoints=False)
+        engine = Engine(net, optim.sgd(0.5), zero=stage, group=group)
+        with pytest.raises(ZfunError, match=r"leaf 'base\.weight'"):
+            engine.backward(net(torch.ones(2, WIDTH)).sum())
+
+    zf.simulate(RANKS, main)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("form", ["scripted", "traced", "the whole model"])
 def test_a_script_module_is_refused_where_it_would_read_no_values(form: str) -> None:
@@ -141,7 +227,7 @@ def test_a_script_module_is_refused_where_it_would_read_no_values(form: str) -> 
 
     def of(form: str) -> nn.Module:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
         if form == "scripted":
             net[2] = torch.jit.script(net[2])
         elif form == "traced":
