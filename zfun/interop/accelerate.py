@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -136,8 +137,7 @@ class Accelerator(accelerate.Accelerator):
             if is_new and backend != DynamoBackend.NO:
                 compile_blocks(model, **{**plugin.to_kwargs(), "backend": backend.value.lower()})
             if is_new and self._casts(None):
-                half = self._autocast()(model.forward)
-                model.forward = functools.wraps(model.forward)(convert_outputs_to_fp32(half))
+                model.forward = self._half_forward(model.forward)
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
             plugin.backend, self.native_amp = backend, had_amp
@@ -295,6 +295,12 @@ class Accelerator(accelerate.Accelerator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing, because a step takes the loss scale out."""
+
+    def _half_forward(self, forward: Any) -> Any:
+        """Return a forward under autocast, which a copy of the model binds to the copy."""
+        own = getattr(forward, "__func__", forward)
+        half = functools.wraps(own)(convert_outputs_to_fp32(self._autocast()(own)))
+        return half if own is forward else MethodType(half, forward.__self__)
 
     def _autocast(self) -> Any:
         # The cache of casts would keep gathered parameters alive.

@@ -57,7 +57,10 @@ class LiveMethod:
         return copy.deepcopy(own, memo)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.own.__self__, self.own.__name__)
+        own = self.own
+        if isinstance(own, types.MethodType):
+            return getattr, (own.__self__, own.__name__)
+        return copy.copy, (own,)
 
 
 class LiveForward(LiveMethod):
@@ -144,3 +147,4 @@ class CompiledForward:
     # As for other methods of live modules.
     of_copy = LiveMethod.of_copy
     __deepcopy__ = LiveMethod.__deepcopy__
+    __reduce__ = LiveMethod.__reduce__

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from zfun.interop.accelerate import Accelerator
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
+from zfun.interop.engine._live import live_of
 from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
 from zfun.optim import Schedule
 from zfun.options import DECAY, takes
@@ -194,7 +196,7 @@ class Trainer(transformers.Trainer):
             return super().evaluation_loop(*args, **kwargs)
         with engine.averaged(), engine.uneven() as model:
             # bf16_full_eval computes under autocast, and casts no parameters.
-            model.__dict__["to"] = lambda *args, **kwargs: model
+            model.__dict__["to"] = MethodType(_stay, model)
             try:
                 return super().evaluation_loop(*args, **kwargs)
             finally:
@@ -315,6 +317,11 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
         zero: as for :class:`Trainer`.
         kwargs: as for ``transformers.Seq2SeqTrainer``.
     """
+
+
+def _stay(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for ``to`` of a live module; a copy moves."""
+    return model if live_of(model) is not None else type(model).to(model, *args, **kwargs)
 
 
 def _in_a_call(trainer: Trainer, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
