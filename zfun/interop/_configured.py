@@ -16,6 +16,7 @@ from zfun.errors import NotElementwiseError, OptionError
 from zfun.interop import ds_config
 from zfun.interop.ds_config._optimizers import own_rates
 from zfun.interop.ds_config._recipe import options_of
+from zfun.options import shown
 
 Rule: TypeAlias = tuple[Callable[..., optim.Optimizer], dict[str, Any]]
 """A function that makes an optimizer, and the options."""
@@ -34,6 +35,11 @@ _NATIVE: dict[type, tuple[str, str, str]] = {
 _OWN_NAMES = {"lr": "learning_rate", "lr_decay": "rate_decay"}
 # Options that choose an implementation of torch, and not a result.
 _IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"])
+_PLAIN = (bool, int, float, str, tuple, list)
+_BOOKKEEPING = {"params", "param_groups", "defaults", "state"}
+_BOOKKEEPING |= {"_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
+# The packages whose optimizers wrap the one of the script.
+_HOSTS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class ConfiguredOptimizer(torch.optim.Optimizer):
@@ -76,7 +82,49 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     configured = getattr(optimizer, "rule", None)
     if isinstance(configured, ds_config.Rule):
         return _configured_rule(configured, group)
-    return _torch_rule(getattr(optimizer, "torch_class", type(optimizer)), group)
+    return _torch_rule(optimizer, class_of(optimizer), group)
+
+
+def class_of(optimizer: Any) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimizer, which an adapter may have put a subclass before."""
+    return getattr(optimizer, "torch_class", type(optimizer))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer in a wrapper of a host library, or refuse one in another wrapper."""
+    while type(optimizer).__module__.partition(".")[0] in _HOSTS:
+        optimizer = optimizer.optimizer
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise OptionError(
+                f"an engine steps one optimizer by its class; got {type(optimizer).__name__}, "
+                f"which wraps the {type(value).__name__} of its attribute {name!r}; pass that one, "
+                "and do between the steps what the wrapper does"
+            )
+    return optimizer
+
+
+def check_made_anew(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that the options of a group do not make again."""
+    cls, (make, options) = class_of(optimizer), rule_of(optimizer, group)
+    if getattr(make, "func", None) is not optim.from_torch:
+        return
+    make(**options)  # refuses a class or options with which no step runs
+    made: Any = cls([torch.nn.Parameter(torch.zeros(1))], **options)
+    rule = "an engine makes the optimizer anew in each step, from the options of its group; got "
+    own, new = {**vars(optimizer), **options}, {**vars(made), **made.param_groups[0]}
+    for name in new.keys() & own.keys() - _BOOKKEEPING:
+        if isinstance(new[name], _PLAIN) and not _is_same(new[name], own[name]):
+            raise OptionError(
+                f"{rule}{cls.__name__} with {name} {shown(own[name])}, and made anew "
+                f"{shown(new[name])}; let the constructor keep options in the group, as they are"
+            )
+    others = {name: x for name, x in group.items() if name not in {"params", *options}}
+    if read := optim.of_torch.keys_that_steps_read(cls, options, others):
+        raise OptionError(
+            f"{rule}a group with {read[0]!r}, which a step of {cls.__name__} reads, and the "
+            "constructor does not take; make it an option of the constructor"
+        )
 
 
 def flags_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +137,7 @@ def flags_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _torch_rule(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Rule:
+def _torch_rule(optimizer: Any, cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Rule:
     group = {name: _number(value) for name, value in group.items()}
     native, names, others = _NATIVE.get(cls, ("", "", ""))
     if native and not any(group.get(name) for name in others.split()):
@@ -104,8 +152,17 @@ def _torch_rule(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> R
             "and calls the loss again; use another optimizer"
         )
     known = set(inspect.signature(cls).parameters) - {"params"} - _IMPLEMENTATIONS
-    options = {name: value for name, value in group.items() if name in known}
+    # Some classes keep options as attributes.
+    kept = {name: x for name, x in vars(optimizer).items() if isinstance(x, _PLAIN)}
+    options = {name: value for name, value in {**kept, **group}.items() if name in known}
     return functools.partial(optim.from_torch, cls), options
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two plain values are equal; a list may be a tuple."""
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return list(map(_number, value)) == list(map(_number, other))
+    return value == other or value != value  # NaN
 
 
 def _number(value: Any) -> Any:

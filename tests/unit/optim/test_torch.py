@@ -171,6 +171,70 @@ def test_a_rule_of_torch_runs_at_every_stage() -> None:
     assert not same_bits(first, models.mlp())
 
 
+class _ByShape(torch.optim.Optimizer):
+    """Scales the step of some tensors, which a subclass chooses by their shape."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.changed(p, p.grad))
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        raise NotImplementedError
+
+
+class ScaledMatrices(_ByShape):
+    """As LARS does."""
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        return grad * p.norm() / grad.norm() if p.dim() > 1 else grad
+
+
+class CentredMatrices(_ByShape):
+    """As Ranger does."""
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        return grad - grad.mean(dim=-1, keepdim=True) if p.dim() > 1 else grad
+
+
+class Kernels(_ByShape):
+    """Looks at the kernels of convolutions alone."""
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        return grad.flatten(2).softmax(-1).view_as(grad) if p.dim() == 4 else grad
+
+
+class WideMatrices(_ByShape):
+    """As factored optimizers do, which leave small matrices as they are."""
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        return grad.sign() if p.dim() == 2 and min(p.shape) >= 128 else grad
+
+
+@pytest.mark.parametrize("make", [ScaledMatrices, CentredMatrices, Kernels, WideMatrices])
+def test_a_class_that_steps_matrices_in_another_way_is_refused(make: Any) -> None:
+    """A shard is a vector, so such a class stepped matrices as vectors, in silence."""
+    name = make.__name__
+    refused = rf"{name} changed an element of a vector by .*, and the same one of a tensor of shape"
+    with pytest.raises(NotElementwiseError, match=refused):
+        optim.from_torch(make, lr=0.1)
+
+
+def test_a_class_that_raises_on_a_matrix_is_refused() -> None:
+    class Vectors(_ByShape):
+        def changed(self, p: Any, grad: Any) -> Any:
+            assert p.dim() == 1, "a vector"
+            return grad
+
+    with pytest.raises(NotElementwiseError, match=r"raised AssertionError on a tensor of shape"):
+        optim.from_torch(Vectors, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -17,7 +17,7 @@
 """
 
 from zfun.interop.engine._engine import Engine
-from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
+from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number, with_group_numbers
 from zfun.interop.engine._methods import compile_blocks
-from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers, with_group_numbers
+from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers
 from zfun.interop.engine._values import EngineBuffers, named_leaves

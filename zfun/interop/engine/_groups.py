@@ -16,13 +16,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zfun import optim
 from zfun.errors import CheckpointError, OptionError
-from zfun.interop._configured import Rule, flags_of, rule_of
+from zfun.interop._configured import Rule, check_made_anew, flags_of, rule_of, unwrapped
 from zfun.interop.engine._moments import ShardedMoments, check_functions, join, leave
+from zfun.interop.engine._values import parts_of
 from zfun.optim import Optimizer
+from zfun.recipes import ZeroState
 
 # The label of leaves that require a gradient and are in no group.
 _NO_GROUP = "no group"
 _EXTRA = "extra "
+# In the path of a number that steps write into the group of a label.
+GROUP = ".inner.group."
 # The key of the groups' options in a checkpoint.
 _SAVED = "param_groups of zfun"
 _PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
@@ -51,6 +55,7 @@ class ParamGroups:
         norm_of_all: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self.torch_optimizer = unwrapped(optimizer)
         self.extra = frozenset(extra)
         self._names = {id(param): name for name, param in params.items()}
         self._params = dict(params)
@@ -74,11 +79,6 @@ class ParamGroups:
             )
 
     @property
-    def torch_optimizer(self) -> Any:
-        """The optimizer itself, where a wrapper was given."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    @property
     def groups(self) -> list[dict[str, Any]]:
         """The groups."""
         return self.optimizer.param_groups
@@ -87,7 +87,16 @@ class ParamGroups:
         """Let the state of the optimizer be that of an engine, to which its moments go."""
         optimizer = self.torch_optimizer
         check_functions(optimizer)
-        own = torch.optim.Optimizer.state_dict(optimizer) if optimizer.state else None
+        first = with_group_numbers([dict(group) for group in self.groups], engine.state)
+        pairs = [
+            (new[name], x)
+            for new, group in zip(first, self.groups, strict=True)
+            for name, x in group.items()
+            if name != "params"
+        ]
+        # Some classes keep numbers in the groups, and no moments.
+        has_steps = bool(optimizer.state) or any(new is not x and new != x for new, x in pairs)
+        own = torch.optim.Optimizer.state_dict(optimizer) if has_steps else None
         self._moments = join(optimizer, engine, has_moments=own is not None)
         if own is not None:
             engine.load_optimizer_state(own)
@@ -306,7 +315,10 @@ class ParamGroups:
         ]
 
     def _made(self) -> dict[str, Rule]:
-        return {label: rule_of(self.torch_optimizer, x) for label, x in self._labelled(self.groups)}
+        groups, optimizer = dict(self._labelled(self.groups)), self.torch_optimizer
+        for group in groups.values():
+            check_made_anew(optimizer, group)
+        return {label: rule_of(optimizer, group) for label, group in groups.items()}
 
     def _options(
         self, groups: Sequence[Mapping[str, Any]] | None = None
@@ -325,6 +337,21 @@ class ParamGroups:
         for index, group in enumerate(groups):
             labels = (str(index), f"{_EXTRA}{index}")
             yield from ((label, group) for label in labels if label in used)
+
+
+def with_group_numbers(groups: list[dict[str, Any]], state: ZeroState) -> list[dict[str, Any]]:
+    """Return parameter groups with the numbers that steps have written into them."""
+    for path, part in zip(*parts_of(state.opt_state), strict=True):
+        if GROUP in path:
+            index, name = group_of(path, GROUP)
+            groups[index][name] = part.item()
+    return groups
+
+
+def group_of(path: str, marker: str) -> tuple[int, str]:
+    """Return the index of the group and the name of a number of the group."""
+    label, _, name = path.partition(marker)
+    return int(label.rpartition(".")[2]), name
 
 
 def group_number(*states: Any) -> Callable[[str], bool]:

@@ -12,7 +12,7 @@ from zfun import tree
 from zfun.errors import CheckpointError, SpecMismatch
 from zfun.flat import Flat
 from zfun.interop._named import named, write_leaves
-from zfun.interop.engine._groups import ParamGroups
+from zfun.interop.engine._groups import GROUP, ParamGroups, group_of, with_group_numbers
 from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._values import is_flat, parts_of, without_average
 from zfun.optim import MissedSteps
@@ -24,8 +24,6 @@ TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "velocity": "momentum_buffer
 CONFIGURED = ("adam_w_mode", "freeze_step")
 """Constants that DeepSpeed keeps outside of groups, so they are those of the run that loads."""
 _MASTER = "master"
-# In the path of a number that steps write into the group of a label.
-_GROUP = ".inner.group."
 _GIVEN = ".inner.given."
 
 
@@ -51,15 +49,6 @@ def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[st
                 entry |= {name: x.clone() for name, x in beside.items()}
                 entry |= {"step": torch.tensor(float(steps))} if counts else {}
     return numbers
-
-
-def with_group_numbers(groups: list[dict[str, Any]], state: ZeroState) -> list[dict[str, Any]]:
-    """Return parameter groups with the numbers that steps have written into them."""
-    for path, part in zip(*parts_of(state.opt_state), strict=True):
-        if _GROUP in path:
-            index, name = _group_of(path, _GROUP)
-            groups[index][name] = part.item()
-    return groups
 
 
 def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -> dict[str, Any]:
@@ -144,7 +133,7 @@ def with_torch_state(
         own = {leaf: entries.get(positions[leaf], {}) for leaf in leaves.get(owner, ())}
         if is_flat(part) and (whole or field != _MASTER):
             part = _filled(part, TORCH_NAMES.get(field, field), own, whole=whole)
-        elif _GROUP in path or _GIVEN in path:
+        elif GROUP in path or _GIVEN in path:
             part = torch.full_like(part, _group_number(path, given["param_groups"]))
         elif field == "count":
             # SGD does not count, and a class that keeps numbers of groups alone has no leaves here.
@@ -171,14 +160,8 @@ def _owner(path: str) -> tuple[str, str]:
     return above.removesuffix(".trees").removesuffix(".scalars"), field
 
 
-def _group_of(path: str, marker: str) -> tuple[int, str]:
-    """Return the index of the group and the name of a number of the group."""
-    label, _, name = path.partition(marker)
-    return int(label.rpartition(".")[2]), name
-
-
 def _group_number(path: str, groups: Any) -> float:
-    index, name = _group_of(path, _GROUP if _GROUP in path else _GIVEN)
+    index, name = group_of(path, GROUP if GROUP in path else _GIVEN)
     if name not in groups[index]:
         raise CheckpointError(
             "the groups of an optimizer have the numbers that its steps write; got group "

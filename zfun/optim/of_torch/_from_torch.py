@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zfun.errors import NotElementwiseError, OptionError, ZfunError
 from zfun.optim._base import Optimizer, optimizer, remembered
 from zfun.optim._schedules import rate_at
-from zfun.optim.of_torch._probe import CUTS, Kept, examine, raised_on_a_vector, samples
+from zfun.optim.of_torch._probe import CUTS, Kept, differing, examine, raised_on, samples
 from zfun.optim.of_torch._rule import TorchRule
 from zfun.options import Kind, shown, takes
 
@@ -135,26 +135,20 @@ def _check_elementwise(pure: Optimizer, end: Tensor, name: str) -> None:
             params, state = pure.apply(list(grads.split(sizes)), state, params)
         return torch.cat(params) - values
 
-    def differing(first: Tensor, second: Tensor) -> list[float]:
-        wrong = ~torch.isclose(first, second, rtol=1e-9, atol=0.0, equal_nan=True)
-        # The new values have rounding errors of their own.
-        wrong &= (first - second).abs() > 1e-15 * values.abs()
-        return [x[wrong][0].item() for x in (first, second)] if wrong.any() else []
-
     try:
         one, other = map(changes, CUTS)
     except ZfunError:
         raise
     except Exception as error:  # the code of any class runs here and may raise anything
-        raise raised_on_a_vector(name, error) from error
-    if found := differing(end - values, one):
+        raise raised_on(name, error) from error
+    if found := differing(end - values, one, values):
         raise OptionError(
             f"from_torch() makes a new optimizer for each step; got {name}, which changes an "
             f"element by {found[0]:.6g} in {len(steps)} steps, and by {found[1]:.6g} if made anew, "
             "so a step writes to a place that is neither self.state[p] nor a number of the group; "
             "keep the value in one of the two"
         )
-    if found := differing(one, other):
+    if found := differing(one, other, values):
         raise NotElementwiseError(
             "an optimizer for from_torch() works element by element; in two cuts of one vector, "
             f"one element was changed by {found[0]:.6g} and by {found[1]:.6g} by {name}; use one "

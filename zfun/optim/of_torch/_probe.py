@@ -24,6 +24,11 @@ from zfun.errors import NotElementwiseError, OptionError
 
 # The lengths of the pieces of a vector.
 CUTS = ([48], [13, 1, 34])
+# Tensors with the same elements, by which a class may decide: by dimensions, or by their number.
+_SHAPES = (
+    ((48,), [(6, 8), (2, 4, 6), (2, 2, 3, 4)]),
+    ((160 * 160,), [(160, 160)]),
+)
 _NUM_STEPS = 3
 _MAX_DEPTH = 8
 # Flags of torch's own classes, about devices.
@@ -53,10 +58,10 @@ class _ProbeNote(NamedTuple):
     state: dict[str, Any]
 
 
-def samples() -> list[Tensor]:
+def samples(length: int = sum(CUTS[0])) -> list[Tensor]:
     """Return the values of a vector, and the gradients of some steps."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    scale = torch.logspace(-3, 3, sum(CUTS[0]), dtype=torch.float64, device="cpu")
+    scale = torch.logspace(-3, 3, length, dtype=torch.float64, device="cpu")
     return [
         torch.randn(len(scale), generator=generator, dtype=torch.float64, device="cpu") * scale
         for _ in range(1 + _NUM_STEPS)
@@ -94,8 +99,9 @@ def examine(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Ke
         fewer = [-0.75 * x.flip(0)[:40] for x in (values, *grads)]
         others, _ = _run(make, options, fewer[0], fewer[1:], [13, 1, 26])
     except Exception as error:  # the code of any class runs here and may raise anything
-        raise raised_on_a_vector(name, error) from error
+        raise raised_on(name, error) from error
     _check_hidden(name, [noted.hidden for noted in runs])
+    _check_shapes(make, options)
     late = [key for noted in runs[2:] for key in noted.state if key not in runs[1].state]
     if late:
         raise OptionError(
@@ -124,11 +130,89 @@ def examine(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Ke
     return Kept(group, counters, end)
 
 
-def raised_on_a_vector(name: str, error: Exception) -> NotElementwiseError:
+def _check_shapes(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Refuse a class that steps the elements of a matrix in another way than those of a vector."""
+    for flat, shapes in _SHAPES:
+        values, *grads = samples(flat[0])
+        ends = [_end(make, options, values, grads, shape) for shape in (flat, *shapes)]
+        for shape, end in zip(shapes, ends[1:], strict=True):
+            if found := differing(ends[0] - values, end - values, values):
+                raise NotElementwiseError(
+                    "an optimizer for from_torch() works element by element; "
+                    f"{make.__name__} changed an element of a vector by {found[0]:.6g}, and the "
+                    f"same one of a tensor of shape {shape} by {found[1]:.6g}; use one of zf.optim"
+                )
+
+
+def keys_that_steps_read(
+    make: type[torch.optim.Optimizer], options: Mapping[str, Any], others: Mapping[str, Any]
+) -> list[str]:
+    """Return the keys by which the steps of a class differ if its group has these others too.
+
+    Numbers that the steps write themselves are left out.
+    """
+    flat, shapes = _SHAPES[0]
+    values, *grads = samples(flat[0])
+
+    def run(more: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        params = [torch.nn.Parameter(values.clone().view(x), False) for x in (flat, shapes[0])]
+        made: Any = make(params, **options)
+        made.param_groups[0].update(more)
+        for grad in grads:
+            for param in params:
+                param.grad = grad.clone().view(param.shape)
+            step_alone(made)
+        return torch.cat([x.detach().reshape(-1) for x in params]), made.param_groups[0]
+
+    def is_read(name: str) -> bool:
+        try:
+            changed, _ = run({name: others[name]})
+        except Exception as error:  # the code of any class runs here and may raise anything
+            raise OptionError(
+                "an engine makes the optimizer anew in each step; got a group with "
+                f"{name!r}, with which {make.__name__} raised {type(error).__name__} on a vector "
+                f"or a matrix: {error}; leave it out, or use one of zf.optim"
+            ) from error
+        return bool(differing(changed, end, torch.cat([values, values])))
+
+    end, group = run({})
+    first = make([torch.nn.Parameter(values.clone())], **options).param_groups[0]
+    written = {name for name in group if _token(group[name]) != _token(first.get(name))}
+    return [name for name in others if name not in written and is_read(name)]
+
+
+def differing(first: Tensor, second: Tensor, values: Tensor) -> list[float]:
+    """Return two changes of one element of some values that are not equal, or nothing."""
+    wrong = ~torch.isclose(first, second, rtol=1e-9, atol=0.0, equal_nan=True)
+    # The new values have rounding errors of their own.
+    wrong &= (first - second).abs() > 1e-15 * values.abs()
+    return [x[wrong][0].item() for x in (first, second)] if wrong.any() else []
+
+
+def _end(
+    make: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    values: Tensor,
+    grads: Sequence[Tensor],
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Return the elements of a tensor of a shape after all steps."""
+    param = torch.nn.Parameter(values.clone().view(shape), requires_grad=False)
+    try:
+        made: Any = make([param], **options)
+        for grad in grads:
+            param.grad = grad.clone().view(shape)
+            step_alone(made)
+    except Exception as error:  # the code of any class runs here and may raise anything
+        raise raised_on(make.__name__, error, f"a tensor of shape {shape}") from error
+    return param.detach().reshape(-1)
+
+
+def raised_on(name: str, error: Exception, what: str = "a vector") -> NotElementwiseError:
     """Return the error about a class that raised."""
     return NotElementwiseError(
         f"an optimizer for from_torch() works element by element; {name} raised "
-        f"{type(error).__name__} on a vector: {error}; use one of zf.optim"
+        f"{type(error).__name__} on {what}: {error}; use one of zf.optim"
     )
 
 

@@ -220,7 +220,7 @@ def test_a_write_beside_such_a_parametrization_is_refused_by_name(stage: int) ->
     zf.simulate(RANKS, main)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("form", ["scripted", "traced", "the whole model"])
 def test_a_script_module_is_refused_where_it_would_read_no_values(form: str) -> None:
     """Its code reads the memory, which is empty at stage 3, so the loss was not a number."""
