@@ -216,7 +216,26 @@ class WideMatrices(_ByShape):
         return grad.sign() if p.dim() == 2 and min(p.shape) >= 128 else grad
 
 
-@pytest.mark.parametrize("make", [ScaledMatrices, CentredMatrices, Kernels, WideMatrices])
+class LateMatrices(_ByShape):
+    """As optimizers that look for a basis first do."""
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        return grad.sign() if p.dim() == 2 and self.state[p]["step"] > 20 else grad
+
+
+class Projected(_ByShape):
+    """As AdamP does, which looks for gradients orthogonal to the values."""
+
+    def changed(self, p: Any, grad: Any) -> Any:
+        is_orthogonal = (p * grad).sum().abs() < 1e-6 * p.norm() * grad.norm()
+        return grad.sign() if p.dim() == 2 and is_orthogonal else grad
+
+
+SHAPED = [ScaledMatrices, CentredMatrices, Kernels, WideMatrices, LateMatrices, Projected]
+
+
+@pytest.mark.parametrize("make", SHAPED)
 def test_a_class_that_steps_matrices_in_another_way_is_refused(make: Any) -> None:
     """A shard is a vector, so such a class stepped matrices as vectors, in silence."""
     name = make.__name__

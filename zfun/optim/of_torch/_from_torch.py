@@ -14,7 +14,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zfun.errors import NotElementwiseError, OptionError, ZfunError
 from zfun.optim._base import Optimizer, optimizer, remembered
 from zfun.optim._schedules import rate_at
-from zfun.optim.of_torch._probe import CUTS, Kept, differing, examine, raised_on, samples
+from zfun.optim.of_torch._probe import (
+    CUTS,
+    Kept,
+    check_shapes,
+    differing,
+    examine,
+    raised_on,
+    samples,
+)
 from zfun.optim.of_torch._rule import TorchRule
 from zfun.options import Kind, shown, takes
 
@@ -118,6 +126,7 @@ def _kept(make: type[torch.optim.Optimizer], options: tuple[tuple[str, Any], ...
     with unset_fake_temporarily():
         kept = examine(make, dict(options))
         _check_elementwise(_pure(TorchRule(make, dict(options), kept)), kept.end, make.__name__)
+        check_shapes(make, dict(options))
     return kept
 
 

@@ -30,6 +30,8 @@ _SHAPES = (
     ((160 * 160,), [(160, 160)]),
 )
 _NUM_STEPS = 3
+# Some classes look at a matrix from a later step on, or in each tenth one.
+_MANY_STEPS = 30
 _MAX_DEPTH = 8
 # Flags of torch's own classes, about devices.
 _FLAGS = ("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
@@ -101,7 +103,6 @@ def examine(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Ke
     except Exception as error:  # the code of any class runs here and may raise anything
         raise raised_on(name, error) from error
     _check_hidden(name, [noted.hidden for noted in runs])
-    _check_shapes(make, options)
     late = [key for noted in runs[2:] for key in noted.state if key not in runs[1].state]
     if late:
         raise OptionError(
@@ -130,7 +131,7 @@ def examine(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Ke
     return Kept(group, counters, end)
 
 
-def _check_shapes(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+def check_shapes(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
     """Refuse a class that steps the elements of a matrix in another way than those of a vector."""
     for flat, shapes in _SHAPES:
         values, *grads = samples(flat[0])
@@ -200,8 +201,12 @@ def _end(
     param = torch.nn.Parameter(values.clone().view(shape), requires_grad=False)
     try:
         made: Any = make([param], **options)
-        for grad in grads:
-            param.grad = grad.clone().view(shape)
+        for step in range(_MANY_STEPS):
+            grad, now = grads[step % len(grads)].clone(), param.detach().reshape(-1)
+            if step % 4 == 3:
+                # As before a normalization; AdamP and its like look for that.
+                grad -= now * (grad @ now) / (now @ now)
+            param.grad = grad.view(shape)
             step_alone(made)
     except Exception as error:  # the code of any class runs here and may raise anything
         raise raised_on(make.__name__, error, f"a tensor of shape {shape}") from error
