@@ -98,8 +98,7 @@ class LiveModule:
         # At stage 3, tensors with a gradient that were gathered outside of calls, by name.
         self.strays: dict[str, Tensor] = {}
         # The names of parameters with attributes of code; what else the tensors of calls have.
-        self.marked: set[str | None] = set()
-        self.marks: dict[str, Mapping[str, Any]] = {}
+        self.marked, self.marks = set[str | None](), dict[str, Mapping[str, Any]]()
         # The names of parameters that have or had hooks.
         self.hooked = {name for name, x in params.items() if x._backward_hooks}
         self.module, self._owner = module, weakref.ref(owner)
@@ -117,7 +116,8 @@ class LiveModule:
         # In a call that is checked for writes, what it has read, by name.
         self._sums: dict[str, int] | None = None
         for part in module.modules():
-            part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
+            if part._parameters or part is module:  # Models share parts without parameters.
+                part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
         for param in params.values():
             LiveParameter.adopt(param, self)
 

@@ -152,6 +152,22 @@ def test_a_copy_has_values_and_code_of_its_own(kind: str, host: str, way: str, s
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 
+SHARED = nn.Tanh()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_models_share_parts_without_parameters(stage: int) -> None:
+    """As openai-gpt shares its function of activation; the second engine was refused."""
+    nets = [layers(between=SHARED), layers(between=SHARED)]
+    plain = layers(between=SHARED)
+    (first, train), (second, train_second) = (of_engine(net, stage) for net in nets)
+    x = torch.ones(2, WIDTH)
+    train(x)
+    torch.testing.assert_close(second(x), plain(x))
+    train_second(x)
+    torch.testing.assert_close(second(x), first(x))
+
+
 def test_a_copy_that_an_evaluation_makes_moves(tmp_path: Any) -> None:
     """``to`` of the copy gave the model."""
     transformers = pytest.importorskip("transformers")
