@@ -36,6 +36,8 @@ _OWN_NAMES = {"lr": "learning_rate", "lr_decay": "rate_decay"}
 # Options that choose an implementation of torch, and not a result.
 _IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"])
 _PLAIN = (bool, int, float, str, tuple, list)
+# The rate with which an optimizer is looked at.
+_RATE = 0.01
 _BOOKKEEPING = {"params", "param_groups", "defaults", "state"}
 _BOOKKEEPING |= {"_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
 # The packages whose optimizers wrap the one of the script.
@@ -110,6 +112,8 @@ def check_made_anew(optimizer: Any, group: Mapping[str, Any]) -> None:
     if getattr(make, "func", None) is not optim.from_torch:
         return
     make(**options)  # refuses a class or options with which no step runs
+    if "lr" in options:
+        options["lr"] = _RATE  # at a rate of 0 nothing is seen
     made: Any = cls([torch.nn.Parameter(torch.zeros(1))], **options)
     rule = "an engine makes the optimizer anew in each step, from the options of its group; got "
     own, new = {**vars(optimizer), **options}, {**vars(made), **made.param_groups[0]}

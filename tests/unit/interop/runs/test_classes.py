@@ -167,13 +167,21 @@ def test_a_key_of_a_group_that_no_step_reads_is_left_alone() -> None:
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "another value": (Halved, r"got Halved with lr 0\.05, and made anew 0\.025"),
+    "another value": (Halved, r"got Halved with lr 0\.01, and made anew 0\.005"),
+    "another value of a rate of 0": (
+        lambda params: Halved(params, lr=0.0),
+        r"got Halved with lr 0\.01, and made anew 0\.005",
+    ),
     "another name": (
         lambda params: Renamed(params, scale=3.0),
         r"got Renamed with times 3\.0, and made anew 1\.0",
     ),
     "a key": (
         lambda params: Scaled([{"params": list(params), "lr_scale": 0.5}]),
+        r"got a group with 'lr_scale', which a step of Scaled reads",
+    ),
+    "a key at a rate of 0": (
+        lambda params: Scaled([{"params": list(params), "lr_scale": 0.5}], lr=0.0),
         r"got a group with 'lr_scale', which a step of Scaled reads",
     ),
     "a key of some groups": (
