@@ -119,6 +119,8 @@ class Accelerator(accelerate.Accelerator):
         self._ranks: Group | None = options.pop("group", None)
         self._has_moments = True
         self._waiting: list[nn.Module] = []
+        # The hooks that refuse gradients of models that wait.
+        self._guards: list[Any] = []
         # Each engine with its optimizer, which free_memory() does not drop.
         self._engines: dict[Engine, Any] = {}
 
@@ -144,16 +146,34 @@ class Accelerator(accelerate.Accelerator):
         if not evaluation_mode:
             self._waiting.append(model)
             self._pair()
+            self._guard()
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Take an optimizer, whose parameter groups stay the user's."""
         found = super().prepare_optimizer(optimizer, device_placement=device_placement)
         self._pair()
+        self._guard()
         return found
+
+    def _guard(self) -> None:
+        """Refuse gradients of the models that wait for an optimizer, which no engine sums."""
+        self._unguard()
+        self._guards = [
+            param.register_post_accumulate_grad_hook(_refuse_alone)
+            for model in self._waiting
+            for param in model.parameters()
+            if param.requires_grad and param.is_leaf
+        ]
+
+    def _unguard(self) -> None:
+        for hook in self._guards:
+            hook.remove()
+        self._guards.clear()
 
     def _pair(self) -> None:
         """Make engines of the models whose optimizers are known."""
+        self._unguard()
         for optimizer in self._optimizers:
             if hasattr(optimizer.optimizer, "_zfun_engine"):
                 continue
@@ -224,6 +244,7 @@ class Accelerator(accelerate.Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Forget prepared objects; the engine of a model stays with the model."""
         self._waiting.clear()
+        self._unguard()
         return super().free_memory(*objects)
 
     # A step.
@@ -416,3 +437,11 @@ def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int], name: 
             f"{rule}; got one of shape {others[0]} that the model lacks too; clip each model by a "
             "call of its own, and parameters of a loss with the function of torch.nn.utils"
         )
+
+
+def _refuse_alone(param: Tensor) -> None:
+    raise OptionError(
+        "a model is sharded together with its optimizer; got gradients of a model whose optimizer "
+        "prepare() has not got, so no ranks would share them; pass both to prepare(), the "
+        "optimizer as one of torch.optim"
+    )

@@ -234,6 +234,37 @@ def test_accelerate_refuses_wrappers_of_others() -> None:
         of_accelerate(Lookahead(torch.optim.Adam(net.parameters())), net)
 
 
+@pytest.mark.parametrize("way", ["the optimizer is not prepared", "it is none of torch"])
+def test_gradients_of_a_model_without_its_optimizer_are_refused(way: str) -> None:
+    """No ranks shared them, so each trained a model of its own, in silence."""
+    accelerator, net = Accelerator(zero=2, cpu=True), made().float()
+    rule: Any = torch.optim.SGD(net.parameters(), 0.1)
+    if way == "it is none of torch":
+        net, rule = accelerator.prepare(net, Beside(rule))
+    else:
+        net = accelerator.prepare(net)
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        assert net(x).isfinite().all()
+    with pytest.raises(OptionError, match=r"got gradients of a model whose optimizer prepare\(\)"):
+        accelerator.backward(net(x).sum())
+    if way == "the optimizer is not prepared":
+        rule = accelerator.prepare(rule)
+        accelerator.backward(net(x).sum())
+        rule.step()
+
+
+def test_a_model_without_trained_parameters_waits_for_no_optimizer() -> None:
+    accelerator, net, teacher = Accelerator(zero=2, cpu=True), made().float(), made().float()
+    teacher = accelerator.prepare(teacher.requires_grad_(False))
+    net, rule = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    before = net[0].weight.detach().clone()
+    x = torch.ones(2, WIDTH)
+    accelerator.backward((net(x) - teacher(x) - 1).square().sum())
+    rule.step()
+    assert (net[0].weight != before).any()
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapper", [Lookahead, Beside])
