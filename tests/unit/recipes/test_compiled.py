@@ -24,7 +24,7 @@ from zfun.testing import assert_same_bits
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit."),
 ]
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
