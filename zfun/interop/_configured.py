@@ -38,8 +38,7 @@ _IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"
 _PLAIN = (bool, int, float, str, tuple, list)
 # The rate with which an optimizer is looked at.
 _RATE = 0.01
-_BOOKKEEPING = {"params", "param_groups", "defaults", "state"}
-_BOOKKEEPING |= {"_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
+_BOOKKEEPING = {"params", "param_groups", "defaults", "state", *optim.of_torch.FLAGS}
 # The packages whose optimizers wrap the one of the script.
 _HOSTS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 

@@ -172,7 +172,7 @@ def test_a_rule_of_torch_runs_at_every_stage() -> None:
 
 
 class _ByShape(torch.optim.Optimizer):
-    """Scales the step of some tensors, which a subclass chooses by their shape."""
+    """Steps by the gradient, which a subclass changes by the shape of the tensor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -181,11 +181,16 @@ class _ByShape(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.changed(p, p.grad))
+                p.sub_(group["lr"] * self.changed(p, p.grad))
 
     def changed(self, p: Any, grad: Any) -> Any:
-        raise NotImplementedError
+        return grad
+
+
+def test_a_class_that_steps_all_shapes_alike_is_taken() -> None:
+    rule, params = optim.from_torch(_ByShape, lr=0.5), {"w": torch.zeros(2, 2)}
+    new, _ = rule.apply({"w": torch.ones(2, 2)}, rule.init(params), params)
+    assert new["w"].tolist() == [[-0.5, -0.5], [-0.5, -0.5]]
 
 
 class ScaledMatrices(_ByShape):

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from zfun.errors import OptionError
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
-# It gives what it has taken out of a module back to it, as PEFT does in each forward pass.
+# PEFT registers and removes a parametrization in each forward pass.
 _REGISTER = register_parametrization.__code__
 _SETATTR = nn.Module.__setattr__.__code__
 
@@ -100,7 +100,7 @@ class LiveParameters(dict[str, Any]):
             self.swapped[key] = own, read
             del self.names[key]
             if sys._getframe(2).f_code is _REGISTER:
-                # Which has called set_() of the tensor with itself.
+                # register_parametrization() has called set_() of the tensor with itself.
                 count = read._version - 1
                 torch._C._autograd._unsafe_set_version_counter((read,), (count,))
         super().__delitem__(key)

@@ -34,7 +34,7 @@ _NUM_STEPS = 3
 _MANY_STEPS = 30
 _MAX_DEPTH = 8
 # Flags of torch's own classes, about devices.
-_FLAGS = ("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
+FLAGS = ("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
@@ -135,7 +135,7 @@ def check_shapes(make: type[torch.optim.Optimizer], options: Mapping[str, Any]) 
     """Refuse a class that steps the elements of a matrix in another way than those of a vector."""
     for flat, shapes in _SHAPES:
         values, *grads = samples(flat[0])
-        ends = [_end(make, options, values, grads, shape) for shape in (flat, *shapes)]
+        ends = [_end(make, options, values, grads, shape, {}) for shape in (flat, *shapes)]
         for shape, end in zip(shapes, ends[1:], strict=True):
             if found := differing(ends[0] - values, end - values, values):
                 raise NotElementwiseError(
@@ -152,33 +152,26 @@ def keys_that_steps_read(
 
     Numbers that the steps write themselves are left out.
     """
-    flat, shapes = _SHAPES[0]
-    values, *grads = samples(flat[0])
+    values, *grads = samples()
+    both = torch.cat([values, values])
 
-    def run(more: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        params = [torch.nn.Parameter(values.clone().view(x), False) for x in (flat, shapes[0])]
-        made: Any = make(params, **options)
-        made.param_groups[0].update(more)
-        for grad in grads:
-            for param in params:
-                param.grad = grad.clone().view(param.shape)
-            step_alone(made)
-        return torch.cat([x.detach().reshape(-1) for x in params]), made.param_groups[0]
+    def end(more: Mapping[str, Any]) -> Tensor:
+        shapes = (_SHAPES[0][0], _SHAPES[0][1][0])
+        return torch.cat([_end(make, options, values, grads, x, more) for x in shapes])
 
     def is_read(name: str) -> bool:
         try:
-            changed, _ = run({name: others[name]})
-        except Exception as error:  # the code of any class runs here and may raise anything
+            return bool(differing(end({name: others[name]}), plain, both))
+        except NotElementwiseError as error:
             raise OptionError(
                 "an engine makes the optimizer anew in each step; got a group with "
-                f"{name!r}, with which {make.__name__} raised {type(error).__name__} on a vector "
-                f"or a matrix: {error}; leave it out, or use one of zf.optim"
+                f"{name!r}, with which no step runs: {error.__cause__!r}; leave it out, or use one "
+                "of zf.optim"
             ) from error
-        return bool(differing(changed, end, torch.cat([values, values])))
 
-    end, group = run({})
-    first = make([torch.nn.Parameter(values.clone())], **options).param_groups[0]
-    written = {name for name in group if _token(group[name]) != _token(first.get(name))}
+    plain, noted = end({}), _run(make, options, values, grads, CUTS[0])[0]
+    first, last = noted[0].group, noted[-1].group
+    written = {name for name in last if _token(last[name]) != _token(first.get(name))}
     return [name for name in others if name not in written and is_read(name)]
 
 
@@ -196,11 +189,13 @@ def _end(
     values: Tensor,
     grads: Sequence[Tensor],
     shape: tuple[int, ...],
+    more: Mapping[str, Any],
 ) -> Tensor:
-    """Return the elements of a tensor of a shape after all steps."""
+    """Return the elements of a tensor of a shape after all steps, with more keys in the group."""
     param = torch.nn.Parameter(values.clone().view(shape), requires_grad=False)
     try:
         made: Any = make([param], **options)
+        made.param_groups[0].update(more)
         for step in range(_MANY_STEPS):
             grad, now = grads[step % len(grads)].clone(), param.detach().reshape(-1)
             if step % 4 == 3:
@@ -266,7 +261,7 @@ def _note(made: torch.optim.Optimizer, pieces: Sequence[Tensor], known: set[int]
     states = dict(made.state)
     parts = {
         "self.": {
-            x: y for x, y in vars(made).items() if x not in ("state", "param_groups", *_FLAGS)
+            x: y for x, y in vars(made).items() if x not in ("state", "param_groups", *FLAGS)
         },
         "self.state": {f"[{x!r}]": y for x, y in states.items() if id(x) not in known},
     }

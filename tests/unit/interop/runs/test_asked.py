@@ -1,4 +1,4 @@
-"""What ``forward`` does with a parameter besides reading its values goes as in plain torch."""
+"""Code of ``forward`` gets the answers of plain torch about class and attributes of parameters."""
 
 from __future__ import annotations
 
@@ -83,6 +83,17 @@ class Asks(nn.Module):
         return self.block(x)
 
 
+def step(loss: Tensor, rule: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """Step the engine, or the optimizer where there is none."""
+    if engine is not None:
+        engine.backward(loss)
+        engine.step()
+        return
+    loss.backward()
+    rule.step()
+    rule.zero_grad()
+
+
 def trained(net: Any, stage: int | None, group: Any = None, between: Any = None) -> list[Tensor]:
     """Train three steps, the last one after ``between``, and evaluate."""
     engine: Any = None
@@ -93,13 +104,7 @@ def trained(net: Any, stage: int | None, group: Any = None, between: Any = None)
         if turn == 2 and between is not None:
             between(net)
         loss = net(torch.full((3, WIDTH), 0.5 + turn)).square().mean()
-        if engine is None:
-            loss.backward()
-            rule.step()
-            rule.zero_grad()
-        else:
-            engine.backward(loss)
-            engine.step()
+        step(loss, rule, engine)
     with torch.no_grad():
         out = net(torch.ones(2, WIDTH))
     return [x.detach().clone() for x in (out, *net.state_dict().values())]
