@@ -154,6 +154,9 @@ def _torch_rule(optimizer: Any, cls: type[torch.optim.Optimizer], group: Mapping
             "sharded optimizers work element by element; torch.optim.LBFGS searches along a line, "
             "and calls the loss again; use another optimizer"
         )
+    if cls is torch.optim.Muon:
+        names = [*inspect.signature(optim.of_torch.torch_muon).parameters]
+        return optim.of_torch.torch_muon, {name: group[name] for name in names}
     known = set(inspect.signature(cls).parameters) - {"params"} - _IMPLEMENTATIONS
     # Some classes keep options as attributes.
     kept = {name: x for name, x in vars(optimizer).items() if isinstance(x, _PLAIN)}

@@ -234,14 +234,7 @@ def _muon(
         return _orthogonal(x, num_iterations, dtype)
 
     def init(params: Tree) -> MuonState:
-        check_trainable(params)
-        for path, shape, kind in _leaves_of(params):
-            if len(shape) != 2 or kind.is_complex:
-                raise LeafError(
-                    f"Muon steps real matrices; leaf {path!r} is {kind} of shape {shape}; let "
-                    "matrices(path, leaf) leave it to the rest",
-                    leaf=path,
-                )
+        check_matrices(params, "Muon", "let matrices(path, leaf) leave it to the rest")
         return MuonState(no_steps(), zeros_like(params))
 
     @torch.no_grad()
@@ -258,7 +251,7 @@ def _muon(
             mean = m.to(wide).mul(momentum).add_(fresh)
             moments.append(mean.to(m.dtype))
             directions.append(mean.mul(momentum).add_(fresh) if nesterov else mean)
-        steps = _mapped(tree.unflatten(spec, directions), orthogonal)
+        steps = mapped(tree.unflatten(spec, directions), orthogonal)
         updates = []
         for (p, _, _), u in zip(rows, tree.leaves(steps), strict=True):
             change = u.mul(-rate)
@@ -272,12 +265,21 @@ def _muon(
     return itself(of_update(init, update)._replace(by_leaf=True))
 
 
-def _leaves_of(params: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def check_matrices(params: Tree, name: str, remedy: str) -> None:
+    """Refuse leaves that are no real matrices."""
+    check_trainable(params)
     layout = params.layout if isinstance(params, Flat) else layout_of(params)
-    return [(slot.path, slot.shape, slot.dtype) for slot in layout.leaves]
+    for slot in layout.leaves:
+        if len(slot.shape) != 2 or slot.dtype.is_complex:
+            raise LeafError(
+                f"{name} steps real matrices; leaf {slot.path!r} is {slot.dtype} of shape "
+                f"{slot.shape}; {remedy}",
+                leaf=slot.path,
+            )
 
 
-def _mapped(value: Tree, fn: Any) -> Tree:
+def mapped(value: Tree, fn: Any) -> Tree:
+    """Apply a function of whole matrices to each leaf, which one rank does for all."""
     if isinstance(value, Flat):
         return map_leaves(value, fn, lambda shape: float(min(shape)) ** 2 * max(shape))
     return tree.map(lambda x: fn(x.clone(memory_format=torch.contiguous_format)), value)

@@ -11,6 +11,7 @@ import zfun as zf
 from tests import models, reference
 from zfun import optim, tree
 from zfun.errors import LeafError, OptionError
+from zfun.optim._leaves import is_matrix
 from zfun.reductions._leaves import _shared_out
 from zfun.testing import same_bits
 
@@ -103,13 +104,51 @@ def test_muon_equals_that_of_torch_in_the_same_dtype(nesterov: bool) -> None:
         assert (change - expected).norm() <= 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "momentum": 0.5},
+        {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+        {"ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 0.1},
+    ],
+)
+def test_torch_muon_has_the_numbers_of_torch(options: dict[str, Any]) -> None:
+    start = {name: x.float() for name, x in draw(0).items()}
+    twins = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
+    oracle = torch.optim.Muon(list(twins.values()), lr=0.05, **options)
+    optimizer = optim.inject_hyperparams(optim.from_torch)(torch.optim.Muon, lr=0.5, **options)
+    params, state = start, optimizer.init(start)
+    for step in range(1, 5):
+        oracle.param_groups[0]["lr"] = 0.05 / step
+        state = optim.set_hyperparams(state, lr=0.05 / step)
+        grads = {name: x.float() for name, x in draw(step).items()}
+        params, state = optimizer.apply(grads, state, params)
+        for name, twin in twins.items():
+            twin.grad = grads[name].clone()
+        oracle.step()
+    for name, twin in twins.items():
+        assert (twin - start[name]).abs().max() > 0.01
+        torch.testing.assert_close(params[name], twin.detach(), rtol=0, atol=2.4e-7)
+        buffer = oracle.state[twin]["momentum_buffer"]
+        torch.testing.assert_close(state.inner.trees["momentum_buffer"][name], buffer)
+
+
+RULES: dict[str, Any] = {
+    "of zfun": optim.muon(0.05, optim.adamw(0.05)),
+    "of torch": optim.by_label(
+        {"matrices": optim.from_torch(torch.optim.Muon, lr=0.05), "rest": optim.adamw(0.05)},
+        lambda path, leaf: "matrices" if is_matrix(path, leaf) else "rest",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_muon_sends_each_matrix_to_one_rank_and_back(stage: int) -> None:
+def test_muon_sends_each_matrix_to_one_rank_and_back(stage: int, rule: str) -> None:
     def main(group: zf.Group) -> Any:
         recorded = zf.record(group)
-        z = zf.zero(
-            stage, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), recorded, bucket_bytes=300
-        )
+        z = zf.zero(stage, models.mlp_loss, RULES[rule], recorded, bucket_bytes=300)
         # Matrices of 121 elements: pieces of 64 cut some, and others lie whole on a rank.
         state = z.init(models.mlp(width=11))
         for step in models.mlp_batches(2, group.size, width=11):
@@ -118,14 +157,14 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(stage: int) -> None:
         return z.params(state), recorded.bytes_sent("leaves")
 
     runs = zf.simulate(3, main)
-    plain = zf.simulate(3, main_of_stage_0)
+    plain = zf.simulate(3, main_of_stage_0, RULES[rule])
     for params, sent in runs:
         assert same_bits(params, plain[0])
         assert (sent > 0) is (stage > 0)
 
 
-def main_of_stage_0(group: zf.Group) -> Any:
-    z = zf.zero(0, models.mlp_loss, optim.muon(0.05, optim.adamw(0.05)), group)
+def main_of_stage_0(group: zf.Group, rule: optim.Optimizer) -> Any:
+    z = zf.zero(0, models.mlp_loss, rule, group)
     state = z.init(models.mlp(width=11))
     for step in models.mlp_batches(2, group.size, width=11):
         state, _ = z.step(state, step[group.rank])
@@ -155,6 +194,14 @@ def test_embeddings_may_be_left_out() -> None:
         optimizer.apply(params, state, params)[0]["embedding"].tolist()
         == [[pytest.approx(0.9)] * 2] * 3
     )
+
+
+def test_torch_muon_takes_matrices_alone() -> None:
+    optimizer = optim.from_torch(torch.optim.Muon, lr=0.1)
+    with pytest.raises(LeafError, match=r"torch\.optim\.Muon steps real matrices; leaf 'b' is"):
+        optimizer.init({"w": torch.ones(2, 2), "b": torch.ones(2)})
+    empty = {"w": torch.ones(0, 3)}
+    assert optimizer.apply(empty, optimizer.init(empty), empty)[0]["w"].shape == (0, 3)
 
 
 def test_options_are_checked() -> None:

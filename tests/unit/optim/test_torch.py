@@ -264,7 +264,6 @@ def test_a_class_that_raises_on_a_matrix_is_refused() -> None:
     [
         (torch.optim.LBFGS, r"torch\.optim\.LBFGS searches along a line"),
         (torch.optim.Adafactor, r"torch\.optim\.Adafactor keeps sums over rows and columns"),
-        (torch.optim.Muon, r"whole matrices orthogonal; use zf\.optim\.muon"),
         (torch.optim.SparseAdam, "sparse gradients"),
         (PerTensor, "works element by element; .* changed by"),
     ],

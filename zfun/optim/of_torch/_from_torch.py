@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zfun.errors import NotElementwiseError, OptionError, ZfunError
 from zfun.optim._base import Optimizer, optimizer, remembered
 from zfun.optim._schedules import rate_at
+from zfun.optim.of_torch._muon import torch_muon
 from zfun.optim.of_torch._probe import (
     CUTS,
     Kept,
@@ -32,9 +33,6 @@ _RATE = 0.01
 _REFUSED = {
     "LBFGS": "searches along a line, over all parameters at once, and calls the loss again",
     "Adafactor": "keeps sums over rows and columns of a matrix",
-    "Muon": (
-        "makes whole matrices orthogonal; use zf.optim.muon, which sends each matrix to one rank"
-    ),
     "SparseAdam": "takes sparse gradients",
 }
 
@@ -69,6 +67,7 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
             the parameters, as those of schedule-free optimizers do.
         NotElementwiseError: the class needs whole tensors, as LBFGS and Adafactor do; or the change
             of an element depends on where leaves are cut, or on all gradients, as that of Prodigy.
+            ``torch.optim.Muon`` alone runs whole: as for :func:`muon`, one rank gets each matrix.
         LeafError: from a step, for a leaf that is used again after steps that left the leaf out,
             where a class keeps other numbers for each tensor than a count, as NAdam and ASGD do.
 
@@ -91,6 +90,8 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
             remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
             raise OptionError(f"torch.optim.{make.__name__} has no option {name!r}; {remedy}")
     _check_takes(make, options)
+    if make is torch.optim.Muon:
+        return torch_muon(**options)
     # The rate changes what a class does in no other way, and may change in every step.
     probed = {**options, "lr": _RATE} if _is_rate(options.get("lr")) else options
     items = tuple(sorted(probed.items()))
@@ -112,7 +113,7 @@ def _check_takes(make: type[torch.optim.Optimizer], options: dict[str, Any]) -> 
         given["lr"] = rate_at(rate, 0)
     with unset_fake_temporarily():
         try:
-            make([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **given)
+            make([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **given)
         except Exception as error:  # the code of any class runs here and may raise anything
             raise OptionError(
                 f"from_torch() gives its options to the class; got {shown(options)} for "

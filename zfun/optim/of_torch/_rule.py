@@ -149,7 +149,7 @@ class TorchRule:
         # In float64 the difference of narrower numbers is exact, so adding the change gives
         # torch's bits.
         changes = [
-            n.to(_wide(n)) - p.detach().to(_wide(n))
+            n.to(wide(n)) - p.detach().to(wide(n))
             for n, p in zip(new, tree.leaves(params), strict=True)
         ]
         return tree.unflatten(tree.structure(params), changes), after
@@ -172,7 +172,7 @@ class TorchRule:
             vectors, targets = [flat_view(x) for x in row], [flat_view(x) for x in results]
             whole = [StepRun(0, vectors[0].numel(), 0)] if vectors[0].numel() else []
             for start, stop, missed in whole if runs is None else runs[index]:
-                pieces = [_pieces(x[start:stop]) for x in vectors]
+                pieces = [pieces_of(x[start:stop]) for x in vectors]
                 states, group = self._advance(state, *pieces, missed=missed)
                 if missed == 0:
                     numbers = self._same_for_all(state, states, group, numbers)
@@ -332,11 +332,11 @@ def _is_tree(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
-def _pieces(x: Tensor) -> list[Tensor]:
+def pieces_of(x: Tensor) -> list[Tensor]:
     """Copy a leaf into pieces of real numbers, the last one filled up with zeros."""
     # Copies, because each piece must begin at a boundary of a vector and of a cache line.
     return [
