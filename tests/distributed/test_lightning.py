@@ -35,6 +35,7 @@ FABRIC_LOOPS = [
     "accumulation",
     "two_models",
     "two_optimizers",
+    "muon_and_adamw",
     "one_optimizer_of_two_models",
     "closures",
     "gradients",

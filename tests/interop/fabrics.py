@@ -136,6 +136,30 @@ def two_optimizers(fabric: Fabric) -> Any:
     return found, adam.state_dict(), sgd.state_dict(), of(fabric, model)
 
 
+def muon_and_adamw(fabric: Fabric) -> Any:
+    """Two optimizers of one model, with statistics and a parameter that is in none of them."""
+    model = net()
+    model[0].weight.requires_grad_(False)
+    (matrix,) = (p for p in model[1:].parameters() if p.dim() == 2)
+    vectors = [p for p in model[1:].parameters() if p.dim() == 1]
+    pair = torch.optim.Muon([matrix], 0.02), torch.optim.AdamW(vectors, 0.01)
+    wrapped, muon, adamw = fabric.setup(model, *pair)
+    found = []
+    for index, batch in enumerate(rows(fabric, 4)):
+        loss = wrapped(batch).square().mean()
+        fabric.backward(loss)
+        found += [loss.detach(), fabric.clip_gradients(wrapped, adamw, max_norm=0.2)]
+        muon.step()
+        muon.zero_grad()
+        if index % 2:
+            adamw.step()
+            adamw.zero_grad()
+    wrapped.eval()
+    with torch.no_grad():
+        found.append(wrapped(torch.ones(1, 3, dtype=torch.float64)))
+    return found, muon.state_dict(), adamw.state_dict(), of(fabric, model)
+
+
 def one_optimizer_of_two_models(fabric: Fabric) -> Any:
     torch.manual_seed(0)
     first, second = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
@@ -273,6 +297,7 @@ LOOPS: dict[str, Callable[[Fabric], Any]] = {
         accumulation,
         two_models,
         two_optimizers,
+        muon_and_adamw,
         one_optimizer_of_two_models,
         closures,
         gradients,

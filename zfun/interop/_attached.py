@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zfun import tree
 from zfun.errors import OptionError, PlacementError
 from zfun.interop._questions import NO_VALUES, accessors, changes_nothing
-from zfun.interop.engine import Engine, ParamGroups
+from zfun.interop.engine import Engine, EngineBuffers, ParamGroups, named_leaves
 from zfun.interop.engine._live import live_of
 from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._parameter import LiveParameter
@@ -43,6 +44,16 @@ class ZeroedEngine(Engine):
         zeroed = set() if set_to_none else self._zeroed | self._with_grads()
         super().zero_grad(set_to_none)
         self._zeroed = zeroed
+
+    def step(self, *, boundary: bool | None = None) -> Any:
+        info = super().step(boundary=boundary)
+        if info is None and boundary and self._groups is not None:
+            self._groups.stepped()
+        return info
+
+    def take_buffers(self, buffers: EngineBuffers) -> None:
+        """Merge buffers of a module that has several engines."""
+        self._buffers = buffers
 
     def _with_grads(self) -> set[str]:
         """Return the leaves that have gradients of this rank."""
@@ -76,6 +87,9 @@ class ZeroedEngine(Engine):
         if not is_read:
             self._zeroed.discard(name)
         return found
+
+
+EngineT = TypeVar("EngineT", bound=ZeroedEngine)
 
 
 class StepEngine(ZeroedEngine):
@@ -120,6 +134,11 @@ class StepEngine(ZeroedEngine):
             return super().step(boundary=boundary)
         finally:
             self._missed = None
+
+    def clip_by(self, norm: Tensor, max_norm: float) -> None:
+        """Clip the gradients since the last step as a part of a vector that has a norm."""
+        self._sum.clip(norm, max_norm)
+        self._sum.cut()
 
     def _begin(self) -> None:
         """Begin the calls of a step; hooks of torch that come after the last one follow."""
@@ -201,6 +220,63 @@ _DROPS = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
 _STAYS = accessors("data") | {Tensor.detach_, Tensor.detach}
 
 
+def leaves_of_each(module: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters of a module by name, for each optimizer; the first has the rest too."""
+    leaves = named_leaves(module)
+    ids = [{id(p) for group in x.param_groups for p in group["params"]} for x in optimizers]
+    ids[0] |= set(map(id, leaves.values())).difference(*ids)
+    return [{name: x for name, x in leaves.items() if id(x) in own} for own in ids]
+
+
+def engines_of(
+    module: nn.Module, groups: Sequence[ParamGroups], make: type[EngineT], **options: Any
+) -> list[EngineT]:
+    """Return the engine of a module, or one for each of several optimizers.
+
+    Several engines merge the buffers of the module in the step of each.
+    """
+    if len(groups) == 1:
+        return [make(module, groups[0], extra=groups[0].extra_params, **options)]
+    engines = engines_apart(module, groups, make, **options)
+    mesh, recipe = engines[0].state.params.group, engines[0].recipe
+    shared = EngineBuffers(module, "rank 0", mesh, "broadcast", {}, (), recipe.options)
+    for engine in engines:
+        engine.take_buffers(shared)
+    return engines
+
+
+def engines_apart(
+    module: nn.Module, groups: Sequence[ParamGroups], make: type[EngineT], **options: Any
+) -> list[EngineT]:
+    """Return an engine for each optimizer: of its parameters, under their names in the module.
+
+    As in torch, a step without gradients passes.
+    """
+    engines: list[EngineT] = []
+    leaves = leaves_of_each(module, [one.optimizer for one in groups])
+    try:
+        for one, own in zip(groups, leaves, strict=True):
+            holder = nn.Module()
+            holder._parameters.update(own)
+            engines.append(make(holder, one, extra=one.extra_params, **options))
+            engines[-1].passes_empty_steps = True
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return engines
+
+
+def clip_together(engines: Sequence[StepEngine], max_norm: float) -> Tensor:
+    """Clip the gradients of engines by the norm of all of them, and return it."""
+    if len(engines) == 1:
+        return engines[0].clip(max_norm)
+    norm = torch.stack([engine.norm() for engine in engines]).norm()
+    for engine in engines if max_norm < math.inf else ():
+        engine.clip_by(norm, max_norm)
+    return norm
+
+
 def attach(
     optimizer: Any, engine: Engine, groups: ParamGroups, has_moments: Callable[[], bool]
 ) -> None:
@@ -214,9 +290,8 @@ def attach(
         live = live_of(engine.module)
         if live is None or live.owner is not engine:
             raise OptionError(
-                "a model has one optimizer, the last one that prepare() got; got a step of another "
-                "one; pass one optimizer with a parameter group for each, as in torch.optim.AdamW("
-                '[{"params": body, "lr": 1e-4}, {"params": head, "lr": 1e-3}])'
+                "a parameter has one optimizer, the last one that prepare() got; got a step of "
+                "another one; step the last one, or give each parameters of its own"
             )
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -137,3 +138,26 @@ def write_leaves(flat: Flat, values: Mapping[str, Tensor], *, local: bool = Fals
         if isinstance(old, Stored):
             buffers[bucket] = old.store.put(buffer, old.name)
     return flat.with_buffers(buffers)
+
+
+def apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which none is a view of a bucket, and tied ones share memory.
+
+    safetensors takes views of one bucket for tied values, drops all but one, and loads none.
+    """
+    keys = {
+        name: (x.data_ptr(), x.shape) if isinstance(x, Tensor) and x.numel() else name
+        for name, x in values.items()
+    }
+    first = {key: name for name, key in reversed(keys.items())}
+    own = {key: _unshared(values[name]) for key, name in first.items()}
+    found = collections.OrderedDict((name, own[key]) for name, key in keys.items())
+    if (metadata := getattr(values, "_metadata", None)) is not None:
+        found._metadata = metadata  # pyrefly: ignore[missing-attribute]
+    return found
+
+
+def _unshared(value: Any) -> Any:
+    """Return a copy of a tensor that is a part of a larger one."""
+    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value

@@ -7,7 +7,6 @@ the engine. :mod:`zfun.interop.transformers` trains through this class too.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +22,16 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
-from zfun.interop._attached import StepEngine, attach, detach
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks, named_leaves
+from zfun.interop._attached import (
+    StepEngine,
+    attach,
+    clip_together,
+    detach,
+    engines_of,
+    leaves_of_each,
+)
+from zfun.interop._named import apart
+from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
 
@@ -121,8 +128,8 @@ class Accelerator(accelerate.Accelerator):
         self._waiting: list[nn.Module] = []
         # The hooks that refuse gradients of models that wait.
         self._guards: list[Any] = []
-        # Each engine with its optimizer, which free_memory() does not drop.
-        self._engines: dict[Engine, Any] = {}
+        # Each engine with its optimizer and models, which free_memory() does not drop.
+        self._engines: dict[StepEngine, tuple[Any, list[nn.Module]]] = {}
 
     # Models and optimizers become engines.
 
@@ -177,19 +184,27 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in self._optimizers:
             if hasattr(optimizer.optimizer, "_zfun_engine"):
                 continue
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            known = [*self._waiting, *(engine.module for engine in self._engines)]
+            ids = _ids_in(optimizer)
+            known = [*self._waiting, *(x for _, its in self._engines.values() for x in its)]
             models = [x for x in known if ids.intersection(map(id, x.parameters()))]
             models = models or self._waiting[:1]
             if not models:
                 continue
-            for model in models:
-                if (old := self.engine_of(model)) is not None:
-                    # The loop goes on with another optimizer; steps of the old one are refused.
-                    self._close(old)
-            self._waiting = [x for x in self._waiting if x not in models]
-            whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-            self._engines[self._engine(whole, optimizer)] = optimizer
+            optimizers = [optimizer]
+            for engine, (other, its) in [*self._engines.items()]:
+                if any(x is model for x in its for model in models):
+                    models += its
+                    moments = other.state_dict() if engine.state.step else None
+                    self._close(engine)
+                    if not ids & _ids_in(other):
+                        detach(other)
+                        if moments is not None:
+                            other.load_state_dict(moments)
+                        optimizers.insert(0, other)
+                    # Else the loop goes on with the new optimizer; steps of the old are refused.
+            models = [*{id(x): x for x in models}.values()]
+            self._waiting = [x for x in self._waiting if all(x is not model for model in models)]
+            self._make(models, optimizers)
 
     def forget(self, engine: Engine) -> None:
         """Let the model and the optimizer of an engine be plain ones. All ranks call."""
@@ -198,11 +213,12 @@ class Accelerator(accelerate.Accelerator):
         # The next prepare() brings the optimizer back, with its model.
         self._optimizers = [x for x in self._optimizers if x is not optimizer]
 
-    def _close(self, engine: Engine) -> Any:
+    def _close(self, engine: Any) -> Any:
         engine.close()
-        return self._engines.pop(engine)
+        return self._engines.pop(engine)[0]
 
-    def _engine(self, model: nn.Module, optimizer: Any) -> Engine:
+    def _make(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:
+        """Make an engine of models and their optimizer, or one for each of several."""
         if self._ranks is None:
             self._ranks = process_group()
         if sum_group(self._ranks).size != self.num_processes:
@@ -211,33 +227,37 @@ class Accelerator(accelerate.Accelerator):
                 f"{sum_group(self._ranks).size} for {self.num_processes} processes; launch the "
                 "script with torchrun, and make the group after the Accelerator"
             )
-        params = named_leaves(model)
-        known = set(map(id, params.values()))
+        whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+        options: dict[str, Any] = {
+            "zero": self._zero_options,
+            "group": self._ranks,
+            "clip_norm": self.clips_by_default,
+            "init": "broadcast",
+        }
+        groups = [
+            self._groups_of(whole, optimizer, own)
+            for optimizer, own in zip(optimizers, leaves_of_each(whole, optimizers), strict=True)
+        ]
+        engines = engines_of(whole, groups, StepEngine, **options)
+        for engine, optimizer, its in zip(engines, optimizers, groups, strict=True):
+            attach(optimizer, engine, its, lambda: self._has_moments)
+            self._engines[engine] = optimizer, models
+
+    def _groups_of(self, whole: nn.Module, optimizer: Any, own: dict[str, Any]) -> ParamGroups:
+        """Return the groups of an optimizer, with the parameters of its engine."""
+        known = set(map(id, whole.parameters()))
         all_params = [p for group in optimizer.param_groups for p in group["params"]]
         # Parameters of a loss, which belong to no model.
         others = (p for p in all_params if id(p) not in known)
         extra = {f"optimizer.{index}": p for index, p in enumerate(others)}
-        groups = ParamGroups(
-            optimizer.optimizer, {**params, **extra}, extra=extra, norm_of_all=True
-        )
+        groups = ParamGroups(optimizer.optimizer, {**own, **extra}, extra=extra, norm_of_all=True)
         groups.ema_decay = self.ema_decay
-        engine = StepEngine(
-            model,
-            groups,
-            extra=extra,
-            zero=self._zero_options,
-            group=self._ranks,
-            clip_norm=self.clips_by_default,
-            init="broadcast",
-        )
-        attach(optimizer, engine, groups, lambda: self._has_moments)
-        return engine
+        return groups
 
-    def engine_of(self, model: Any = None) -> Engine | None:
+    def engine_of(self, model: Any = None) -> StepEngine | None:
         """Return the engine of a model, of the first one by default; ``None`` if there is none."""
-        for engine in self._engines:
-            parts = [engine.module, *engine.module.children()]
-            if model is None or any(part is model for part in parts):
+        for engine, (_, models) in self._engines.items():
+            if model is None or any(x is model for x in (engine.module, *models)):
                 return engine
         return None
 
@@ -278,33 +298,31 @@ class Accelerator(accelerate.Accelerator):
                 or, with a loss scale, parameters without an engine.
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = self._engine_to_clip(chosen, "clip_grad_norm_()")
-        if engine is None:
+        engines = self._engines_to_clip(chosen, "clip_grad_norm_()")
+        if not engines:
             return super().clip_grad_norm_(chosen, max_norm, norm_type)
         if norm_type != 2:
             raise OptionError(
                 f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                 "norm_type out"
             )
-        return engine.clip(max_norm).float()
+        return clip_together(engines, max_norm).float()
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the gradients so far, as :meth:`clip_grad_norm_` clips the norm."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = self._engine_to_clip(chosen, "clip_grad_value_()")
-        if engine is None:
+        engines = self._engines_to_clip(chosen, "clip_grad_value_()")
+        if not engines:
             super().clip_grad_value_(chosen, clip_value)
-        else:
+        for engine in engines:
             engine.clip_value(clip_value)
 
-    def _engine_to_clip(self, chosen: Sequence[Tensor], name: str) -> Engine | None:
-        """Return the engine that has these parameters; ``None`` if none has any."""
+    def _engines_to_clip(self, chosen: Sequence[Tensor], name: str) -> list[StepEngine]:
+        """Return the engines that have these parameters."""
         ids = set(map(id, chosen))
-        for engine in self._engines:
-            own = {id(param) for param in engine.module.parameters()}
-            if ids & own:
-                _check_whole(engine, chosen, own, name)
-                return engine
+        if found := [x for x in self._engines if ids.intersection(map(id, x.module.parameters()))]:
+            _check_whole(found, chosen, name)
+            return found
         scale = max((engine.loss_scale for engine in self._engines), default=1.0)
         if scale != 1.0:
             raise OptionError(
@@ -312,7 +330,7 @@ class Accelerator(accelerate.Accelerator):
                 f"{name} of parameters without an engine; pass the module and its optimizer to "
                 "prepare(), or use mixed_precision='bf16'"
             )
-        return None
+        return []
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing, because a step takes the loss scale out."""
@@ -354,7 +372,7 @@ class Accelerator(accelerate.Accelerator):
         As those of ``accelerate``, they may be the values that the model trains on; clone them to
         keep them.
         """
-        return _apart(super().get_state_dict(model, unwrap))
+        return apart(super().get_state_dict(model, unwrap))
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save as ``accelerate`` does, and the sharded state beside. All ranks call."""
@@ -394,39 +412,21 @@ class Accelerator(accelerate.Accelerator):
             engine.load(path, rng=False, keeps_groups=True)
 
 
-def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of which none is a view of a bucket, and tied ones share memory.
-
-    safetensors takes views of one bucket for tied values, drops all but one, and loads none.
-    """
-    keys = {
-        name: (x.data_ptr(), x.shape) if isinstance(x, Tensor) and x.numel() else name
-        for name, x in values.items()
-    }
-    first = {key: name for name, key in reversed(keys.items())}
-    own = {key: _unshared(values[name]) for key, name in first.items()}
-    found = collections.OrderedDict((name, own[key]) for name, key in keys.items())
-    if (metadata := getattr(values, "_metadata", None)) is not None:
-        found._metadata = metadata  # pyrefly: ignore[missing-attribute]
-    return found
-
-
-def _unshared(value: Any) -> Any:
-    """Return a copy of a tensor that is a part of a larger one."""
-    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if is_part else value
-
-
 def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     found = state_dict(*args, **kwargs)
-    return found if kwargs.get("keep_vars") else _apart(found)
+    return found if kwargs.get("keep_vars") else apart(found)
 
 
-def _check_whole(engine: Engine, chosen: Sequence[Tensor], own: set[int], name: str) -> None:
-    """Check that parameters to clip are all of a model, and no others."""
+def _ids_in(optimizer: Any) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _check_whole(engines: Sequence[StepEngine], chosen: Sequence[Tensor], name: str) -> None:
+    """Check that parameters to clip are all of some engines, and no others."""
     ids = set(map(id, chosen))
+    own = {id(param) for engine in engines for param in engine.module.parameters()}
     rule = f"{name} takes all trained parameters of a model, whose gradients are one value"
-    for leaf, param in engine.leaves.items():
+    for leaf, param in (pair for engine in engines for pair in engine.leaves.items()):
         if param.requires_grad and id(param) not in ids:
             raise OptionError(
                 f"{rule}; got parameters without leaf {leaf!r}; pass model.parameters(), or those "

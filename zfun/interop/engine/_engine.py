@@ -393,8 +393,7 @@ class Engine(Passes):
         """Update the parameters, if ``accumulate`` calls of backward have been made.
 
         Args:
-            boundary: whether to update now, in place of :attr:`is_boundary`. The gradients of fewer
-                calls are divided by ``accumulate`` too.
+            boundary: whether to update now; a sum of fewer calls is divided by ``accumulate`` too.
 
         Returns:
             The results of the step, equal on all ranks; ``None`` if there was no update. The loss
@@ -406,7 +405,7 @@ class Engine(Passes):
         self._settle()
         if not self._sum.num_passes:  # A loop without calls.
             self._regroup()
-        if boundary is not False and not self.has_grads:
+        if boundary is not False and not (self.has_grads or self.passes_empty_steps):
             self._check_same()
             raise ZfunError(
                 "step() takes the gradients of backward(); got none since the last step; call "
@@ -416,6 +415,8 @@ class Engine(Passes):
             return None
         self._check_step()
         grads, loss, told = self._collected()
+        if grads is None:
+            return None
         # Other ranks may wait for the windows that calls without a backward pass hold.
         self._end_calls()
         return self._stepped(lambda x: self.recipe.update(x, grads, loss), lambda: told.flags[1:])

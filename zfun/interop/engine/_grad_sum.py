@@ -168,11 +168,12 @@ class GradSum:
         if self.grads is None:
             return
         here = stores.resident(self.grads)
-        small = [x.clamp(-bound, bound) for x in here.buffers]
-        if keeps_overflow:
-            pairs = zip(small, here.buffers, strict=True)
-            small = [torch.where(x.isfinite(), clipped, x) for clipped, x in pairs]
-        self.grads = here.with_buffers(small)
+        buffers = list(here.buffers)
+        for index in _buckets_without(here, self._apart):
+            x = buffers[index]
+            small = x.clamp(-bound, bound)
+            buffers[index] = torch.where(x.isfinite(), small, x) if keeps_overflow else small
+        self.grads = here.with_buffers(buffers)
 
     def cut(self) -> None:
         """Clip now, because other gradients are added to the clipped ones, or code reads these."""
@@ -203,7 +204,8 @@ class GradSum:
             weight = float(told.pairs[:, 1].sum()) or 1.0
             loss = losses.sum() / weight
             factor = 1.0 / weight if len(self._pairs) > 1 else 1.0
-        self.grads = scale_grads(self.grads, factor / self._factor)
+        if self.grads is not None:
+            self.grads = scale_grads(self.grads, factor / self._factor)
         self._factor = factor
         return self.grads, loss
 

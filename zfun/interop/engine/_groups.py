@@ -83,6 +83,11 @@ class ParamGroups:
         """The groups."""
         return self.optimizer.param_groups
 
+    @property
+    def extra_params(self) -> dict[str, nn.Parameter]:
+        """The parameters that belong to no model, by name."""
+        return {name: x for name, x in self._params.items() if name in self.extra}
+
     def join(self, engine: Any) -> None:
         """Let the state of the optimizer be that of an engine, to which its moments go."""
         optimizer = self.torch_optimizer

@@ -43,6 +43,8 @@ class HeldModule:
     _dtypes: dict[str, torch.dtype]
     _state: ZeroState
     _buffers: EngineBuffers
+    # Whether a step for which no rank has gradients changes nothing, and is no error.
+    passes_empty_steps = False
     _live: LiveModule
     _calls: Calls
     _group: Group

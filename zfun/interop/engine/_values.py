@@ -162,6 +162,7 @@ class EngineBuffers:
             own = norm.__dict__.pop("forward").own
             if not isinstance(own, MethodType):
                 norm.forward = own
+        self._norms = []
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name, detached."""

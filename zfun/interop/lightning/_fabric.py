@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zfun import optim
 from zfun.collectives import process_group
 from zfun.errors import OptionError
-from zfun.interop._attached import StepEngine
+from zfun.interop._attached import StepEngine, engines_of
 from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED
@@ -144,12 +144,10 @@ class ZfunFabricStrategy(DDPStrategy):
         options: dict[str, Any] = {"zero": zero_options(recipe, process_group()), "values": values}
         groups = _runs.groups_of(optimizers, module)
         bound = recipe.max_grad_norm or UNBOUNDED
-        if not groups:
-            engines = [FabricEngine(module, optim.sgd(0.0), **options)]
-        elif len(groups) == 1:
-            engines = [FabricEngine(module, groups[0], clip_norm=bound, **options)]
+        if groups:
+            engines = engines_of(module, groups, FabricEngine, clip_norm=bound, **options)
         else:
-            engines = _runs.engines_of(module, groups, FabricEngine, clip_norm=bound, **options)
+            engines = [FabricEngine(module, optim.sgd(0.0), **options)]
         self.engines += engines
         for one, engine in zip(groups, engines, strict=False):
             engine.is_trained = True

@@ -14,7 +14,7 @@ import copy
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.collectives import Group
 from zfun.errors import OptionError
-from zfun.interop._attached import StepEngine, ZeroedEngine
+from zfun.interop._attached import StepEngine, ZeroedEngine, engines_apart
 from zfun.interop._configured import zero_options
 from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
@@ -32,8 +32,6 @@ from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, n
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import StepInfo
 from zfun.sources import Deferred
-
-EngineT = TypeVar("EngineT", bound=Engine)
 
 
 class AutomaticRun:
@@ -82,8 +80,7 @@ class ManualRun:
 
     def step(self, index: int) -> StepInfo | None:
         """Step an optimizer with the gradients of its parameters; without any, do nothing."""
-        engine = self.engines[index]
-        return engine.step(boundary=True) if engine.has_grads else None
+        return self.engines[index].step(boundary=True)
 
     def close(self) -> None:
         """Let the module be a plain one."""
@@ -111,31 +108,12 @@ def build(
             "manual optimization runs backward without a loss scale; got a precision of 16; pass "
             "precision='bf16-mixed', or use automatic optimization"
         )
-    engines = engines_of(module, groups, ZeroedEngine, **options)
+    engines = engines_apart(module, groups, ZeroedEngine, **options)
     for engine, one in zip(engines, groups, strict=True):
         engine.keeps_grads = True
         # Otherwise torch would look at each gradient, which sums over the ranks.
         one.optimizer.zero_grad = engine.zero_grad
     return ManualRun(module, engines, group)
-
-
-def engines_of(
-    module: nn.Module, groups: Sequence[ParamGroups], make: type[EngineT], **options: Any
-) -> list[EngineT]:
-    """Return an engine for each optimizer: of its parameters, under their names in the module."""
-    leaves = named_leaves(module)
-    engines: list[EngineT] = []
-    try:
-        for one in groups:
-            ids = {id(param) for group in one.groups for param in group["params"]}
-            holder = nn.Module()
-            holder._parameters.update({name: x for name, x in leaves.items() if id(x) in ids})
-            engines.append(make(holder, one, **options))
-    except BaseException:
-        for engine in engines:
-            engine.close()
-        raise
-    return engines
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[ParamGroups]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import zfun as zf
 from zfun.errors import CheckpointError, CorruptCheckpoint, SpecMismatch
 from zfun.interop import Engine
-from zfun.interop.accelerate import Accelerator, _apart
+from zfun.interop._named import apart
+from zfun.interop.accelerate import Accelerator
 from zfun.testing import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -315,7 +316,7 @@ def test_a_state_dict_has_the_versions_of_its_modules(stage: int) -> None:
 
 def test_values_with_memory_of_their_own_are_not_copied() -> None:
     bucket, own = torch.arange(4.0), torch.ones(2)
-    found = _apart({"part": bucket[:2], "tied": bucket[:2], "own": own})
+    found = apart({"part": bucket[:2], "tied": bucket[:2], "own": own})
     assert found["own"] is own
     assert found["part"] is found["tied"]
     assert found["part"].untyped_storage().nbytes() == 8
