@@ -14,19 +14,19 @@ from zfun.objects import files_of
 
 
 def prune(path: str, keep: int | None, published: str, files: Files) -> None:
-    """Remove older saves of the published step, and all but the newest ``keep`` steps."""
+    """Remove older saves of the published step, and keep ``keep`` steps: that and the newest."""
     published_step = STEP.fullmatch(published)
     assert published_step is not None
     if keep is None and published_step[2] is None:
         return
+    own = int(published_step[1])
     # One list, because another job may publish between two.
     found = sorted(named(path, files))
-    by_step = {step: name for step, _, name in found}
-    newest = {*[*by_step.values()][-(keep or 0) or None :]}
-    for step, _, name in found:
-        is_again = step == int(published_step[1]) and name != published
-        is_old = keep is not None and name not in newest
-        if name != published and (is_again or is_old):
+    others = {step: name for step, _, name in found if step != own}
+    count = len(others) if keep is None else keep - 1
+    kept = {published, *[*others.values()][len(others) - min(count, len(others)) :]}
+    for _, _, name in found:
+        if name not in kept:
             with contextlib.suppress(OSError):
                 remove_step(path, name, files)
     if keep is not None and not files.is_disk:

@@ -260,12 +260,16 @@ def test_the_newest_steps_are_kept_and_a_step_may_be_saved_again(tmp_path: Path)
     assert [step for step, _ in steps(tmp_path)] == [10]
     assert len(list(tmp_path.glob("step-*"))) == 1
     assert_same_bits(zf.load(tmp_path, weights(0.0)).state, weights(-10.0))
-    # A save of an older step never removes itself.
-    zf.save(tmp_path, weights(4.0), step=4, keep=1)
+    # A save of an older step never removes itself, and counts as one of those to keep.
+    zf.save(tmp_path, weights(2.0), step=2, keep=2)
+    assert [step for step, _ in steps(tmp_path)] == [2, 10]
+    zf.save(tmp_path, weights(4.0), step=4, keep=2)
     assert [step for step, _ in steps(tmp_path)] == [4, 10]
     with pytest.raises(CheckpointError, match=r"a checkpoint of step 9; it has the steps 4, 10"):
         zf.load(tmp_path, weights(), step=9)
     assert zf.load(tmp_path, weights(), step=4).step == 4
+    zf.save(tmp_path, weights(3.0), step=3, keep=1)
+    assert [step for step, _ in steps(tmp_path)] == [3]
 
 
 def test_one_job_saves_to_a_path(tmp_path: Path) -> None:

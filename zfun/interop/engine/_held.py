@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -306,6 +307,8 @@ class HeldModule:
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
         """Save the state, the numbers of the optimizer's groups, and plain values of the caller.
 
+        Warns where a later step, as of another run, is there too, which :meth:`load` would take.
+
         Args:
             path: as for :func:`zfun.save`.
             extra: plain values.
@@ -315,7 +318,17 @@ class HeldModule:
         self._live.check_unwritten()
         if self._groups is not None:
             extra = self._groups.beside(extra)
-        return checkpoint.save(path, self.state, data=extra, **options)
+        saved = checkpoint.save(path, self.state, data=extra, **options)
+        step = options.get("step", self._state.step)
+        is_first = self._group.rank == 0
+        steps = checkpoint.steps(path, files=options.get("files")) if is_first else ()
+        if later := [x.step for x in steps if x.step > step]:
+            warnings.warn(
+                f"load() takes the latest step, and {str(path)!r} has step {later[-1]} of another "
+                f"run; got step {step}; pass keep=1, or another path",
+                stacklevel=2,
+            )
+        return saved
 
     def optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the torch optimizer with its moments; every rank must call.

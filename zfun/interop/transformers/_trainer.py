@@ -267,7 +267,7 @@ class Trainer(transformers.Trainer):
         with self.accelerator.without_moments():
             super()._save_optimizer_and_scheduler(output_dir)
         if self.engine is not None:
-            self.engine.save(Path(output_dir) / _FOLDER, step=self.state.global_step)
+            self.engine.save(Path(output_dir) / _FOLDER, step=self.state.global_step, keep=1)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
