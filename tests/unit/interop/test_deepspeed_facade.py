@@ -103,10 +103,18 @@ def test_the_counters_are_those_of_deepspeed() -> None:
         assert engine.gradient_accumulation_steps() == MICRO_BATCHES
         assert engine.get_batch_info() == (16, 4, 2)
         assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (2, True)
-        assert (engine.gradient_clipping(), engine.loss_scale(), engine.cur_scale) == (0.5, 1, 1)
+        assert (engine.gradient_clipping(), engine.loss_scale(), engine.cur_scale) == (0.5, 0, 1)
         assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, False)
-        assert engine.optimizer_name() == "AdamW"
+        assert engine.optimizer_name() == "adamw"
         assert engine.scheduler_params()["warmup_num_steps"] == 4
+        assert (engine.dynamic_loss_scale(), engine.initial_dynamic_scale()) == (True, 65536.0)
+        assert (engine.dump_state(), engine.postscale_gradients()) == (False, True)
+        assert engine.checkpoint_tag_validation_enabled()
+        assert (engine.checkpoint_tag_validation_fail(), engine.zero_cpu_offload()) == (
+            False,
+            False,
+        )
+        assert getattr(engine, "monitor", None) is None
         assert engine.global_rank == group.rank
         assert engine.get_mom() == [(0.9, 0.999)]
 
@@ -425,7 +433,7 @@ def test_a_checkpoint_goes_on_bitwise_and_at_another_stage(tmp_path: Path) -> No
         path, client_state = engine.load_checkpoint(tmp_path)
         assert path == str(tmp_path / "global_step2")
         assert client_state == {"epoch": 3, "best": 0.5}
-        assert (engine.global_steps, engine.micro_steps) == (2, 4)
+        assert (engine.global_steps, engine.micro_steps) == (2, 0)
         return trained(engine, group, 2, 2), weights(engine)
 
     expected = zf.simulate(2, whole)

@@ -195,7 +195,7 @@ def test_the_momentum_of_a_cycle_goes_to_b1_with_b2_of_deepspeed() -> None:
     rule = from_ds_config(config).optimizer
     assert rule is not None
     options = dict(rule.options)
-    assert [round(options["b1"](step), 3) for step in range(5)] == [0.9, 0.85, 0.8, 0.85, 0.9]
+    assert [round(options["b1"](step), 3) for step in range(5)] == [0.8, 0.85, 0.8, 0.85, 0.9]
     assert options["b2"] == 0.99
 
 

@@ -98,7 +98,7 @@ _TABLE: Mapping[str, str] = {
         "zero:DeepSpeedZeroOptimizer_Stage3 zero:FP16_DeepSpeedZeroOptimizer "
         "zero:FP16_DeepSpeedZeroOptimizer_Stage3 runtime:ZeROOptimizer"
     ),
-    "read engine.loss_scale(), and write fp16 into the configuration": "runtime.fp16.loss_scaler",
+    "read engine.cur_scale, and write fp16 into the configuration": "runtime.fp16.loss_scaler",
     "generate with engine.generate(), in the training engine": (
         "runtime.hybrid_engine :DeepSpeedHybridEngine config:HybridEngineConfig"
     ),
@@ -371,12 +371,16 @@ def absent(module: str, known: Mapping[str, Any], key: str | None = None) -> Cal
     return find
 
 
+class AbsentName(OptionError, AttributeError):
+    """A name that is not there, for which ``hasattr`` answers that it is not."""
+
+
 def refusal(module: str, name: str, known: Mapping[str, Any]) -> Exception:
     """Return the error of a name that is not there."""
     full = f"deepspeed.{module}.{name}" if module else f"deepspeed.{name}"
     remedy = ABSENT.get(module, {}).get(name)
     if remedy is not None:
-        return OptionError(_message(full, remedy))
+        return AbsentName(_message(full, remedy))
     near = difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "see the page 'From DeepSpeed'"
     return AttributeError(_message(full, hint))

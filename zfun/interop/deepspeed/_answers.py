@@ -48,7 +48,6 @@ _SECTIONS = {
     "zero_offload_optimizer": f"{_Z}.offload_optimizer",
     "zero_offload_param": f"{_Z}.offload_param",
 }
-_TYPES = {"optimizer_name": "optimizer.type", "scheduler_name": "scheduler.type"}
 
 
 def batch_of(engine: Any) -> Batch:
@@ -81,9 +80,22 @@ def _section(engine: Any, section: str) -> dict[str, Any] | None:
     return values or None
 
 
-def _is_dynamic(engine: Any) -> bool:
-    values = engine._settings.values
-    return values["fp16.enabled"] and not values["fp16.loss_scale"]
+def _given(path: str, default: Any) -> Callable[[Any], Any]:
+    return lambda engine: engine._settings.given.get(path, default)
+
+
+def _optimizer_name(engine: Any) -> str | None:
+    # DeepSpeed has the names of its own in lower case.
+    name = engine._settings.given.get("optimizer.type")
+    return None if name is None else name.lower()
+
+
+def _tags(engine: Any) -> str:
+    return engine._settings.given.get("checkpoint.tag_validation", "Warn").lower()
+
+
+def _offloads_to_cpu(engine: Any) -> bool:
+    return engine._settings.given.get(f"{_Z}.offload_optimizer.device") == "cpu"
 
 
 # By attribute, with the remedy for another value.
@@ -93,11 +105,24 @@ _VALUES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
         "write communication_data_type into the configuration",
     ),
     "cur_scale": (lambda e: e._core.loss_scale, "write fp16.loss_scale into the configuration"),
+    "enable_backward_allreduce": (lambda e: True, "use engine.no_sync()"),
     "gradient_average": (lambda e: True, "multiply the loss by engine.dp_world_size for a sum"),
+    "has_moe_layers": (lambda e: False, "use zfun.experts"),
+    "mp_world_size": (lambda e: 1, "train a loss of zf.tensor_parallel()"),
 }
 # By method. Ranks have no part of a sequence each, and norms are those before clipping.
 _METHODS: Mapping[str, Callable[[Any], Any]] = {
-    "dynamic_loss_scale": _is_dynamic,
+    "autotuning_enabled": lambda e: False,
+    "checkpoint_tag_validation_enabled": lambda e: _tags(e) != "ignore",
+    "checkpoint_tag_validation_fail": lambda e: _tags(e) == "fail",
+    "curriculum_learning_enabled": lambda e: False,
+    "data_efficiency_enabled": lambda e: False,
+    "data_sampling_enabled": lambda e: False,
+    "dataloader_drop_last": _given("dataloader_drop_last", False),
+    "dump_state": _given("dump_state", False),
+    "dynamic_loss_scale": lambda e: not e._settings.values["fp16.loss_scale"],
+    "flops_profiler_enabled": _given("flops_profiler.enabled", False),
+    "fp16_master_weights_and_gradients": _given("fp16.fp16_master_weights_and_grads", False),
     "get_batch_info": lambda e: batch_of(e)[:3],
     "get_data_parallel_rank": lambda e: e._group.rank,
     "get_global_grad_norm": lambda e: e._grad_norm,
@@ -109,13 +134,22 @@ _METHODS: Mapping[str, Callable[[Any], Any]] = {
     "get_type": _types,
     "gradient_accumulation_steps": lambda e: e._settings.recipe.num_micro_batches,
     "gradient_clipping": lambda e: e._settings.recipe.max_grad_norm,
-    "loss_scale": lambda e: e._core.loss_scale,
+    "initial_dynamic_scale": lambda e: 2.0 ** e._settings.values["fp16.initial_scale_power"],
+    "loss_scale": lambda e: float(e._settings.values["fp16.loss_scale"]),
+    "optimizer_name": _optimizer_name,
+    "postscale_gradients": lambda e: not e._settings.given.get("prescale_gradients", False),
+    "random_ltd_enabled": lambda e: False,
+    "scheduler_name": _given("scheduler.type", None),
     "train_batch_size": lambda e: batch_of(e).train,
     "train_micro_batch_size_per_gpu": lambda e: batch_of(e).micro,
+    "use_node_local_storage": _given("checkpoint.use_node_local_storage", False),
+    "zero_cpu_offload": _offloads_to_cpu,
+    "zero_legacy_stage1": lambda e: False,
     "zero_optimization": lambda e: e._settings.recipe.stage > 0,
     "zero_optimization_partition_gradients": lambda e: e._settings.recipe.stage >= 2,
     "zero_optimization_partition_weights": lambda e: e._settings.recipe.stage == 3,
     "zero_optimization_stage": lambda e: e._settings.recipe.stage,
+    "zero_partial_offload": _given(f"{_Z}.offload_optimizer.ratio", 1.0),
 }
 
 
@@ -124,8 +158,6 @@ def methods() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     yield from _METHODS.items()
     for name, path in GETTERS.items():
         yield name, lambda engine, path=path: engine._settings.values[path]
-    for name, path in _TYPES.items():
-        yield name, lambda engine, path=path: engine._settings.given.get(path)
     for name, path in _SECTIONS.items():
         yield name, lambda engine, path=path: _section(engine, path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import CONFIGURED
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _DEEPSPEED = "*model_states.pt"
 
 
@@ -29,6 +28,7 @@ class SavedEngine(nn.Module):
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
+    micro_steps: int
     lr_scheduler: Any
     global_steps: int
     loaded_checkpoint_tag: str | None
@@ -117,12 +117,8 @@ class SavedEngine(nn.Module):
             "not_persistent": _not_persistent(self.module),
         }
         kept = state._replace(frozen=None) if exclude_frozen_parameters else state
-        saved = checkpoint.save(folder / name, kept, keep=1, data=data)
-
-        def write_script(path: Path) -> None:
-            _remove_others(folder / name, saved.path)
-            _write(path, zero_to_fp32.SCRIPT.encode())
-
+        checkpoint.save(folder / name, kept, keep=1, data=data)
+        write_script = lambda path: _write(path, zero_to_fp32.SCRIPT.encode())
         write_on_rank_0(self._ranks, folder / "zero_to_fp32.py", write_script)
         if save_latest:
             write_name = lambda path: _write(path, name.encode())
@@ -174,9 +170,12 @@ class SavedEngine(nn.Module):
                 weights, load_module_strict and not left_out, custom_load_fn
             )
         self._core.zero_grad()
+        # Gradients of a step that is under way are in no checkpoint, so a step begins here.
+        step_size = self._settings.recipe.num_micro_batches
+        self.micro_steps = self.micro_steps // step_size * step_size
         if not load_module_only:
-            for counter, value in data.get("counters", {}).items():
-                setattr(self, counter, value)
+            for counter in _COUNTERS:
+                setattr(self, counter, data.get("counters", {}).get(counter, 0))
             if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
                 scheduler.load_state_dict(data["lr_scheduler"])
         # A scheduler of DeepSpeed writes rates where its own state is loaded.
@@ -249,16 +248,6 @@ def _check_is_own(path: Path, converted: Path) -> None:
             f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
             ", which has no checkpoint; pass the tag of one, or leave the tag out"
         )
-
-
-def _remove_others(folder: Path, saved: str) -> None:
-    """Remove the other saves of a tag, which may be of later steps of another run."""
-    for other in checkpoint.steps(folder):
-        if Path(other.path) != Path(saved):
-            # By this name a later save removes what a crash leaves.
-            gone = folder / f".saving-old-{Path(other.path).name}"
-            Path(other.path).rename(gone)
-            shutil.rmtree(gone)
 
 
 def _ties(module: nn.Module) -> dict[str, str]:

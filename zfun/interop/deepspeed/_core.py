@@ -153,6 +153,20 @@ def _is_moved(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> bool:
     return found.dtype == probe.dtype and found.device != probe.device
 
 
+def offload_of(module: nn.Module) -> SimpleNamespace:
+    """Return the place of DeepSpeed's hooks at stage 3, which a live module does not need.
+
+    It is the optimizer of an engine without one, as in DeepSpeed.
+    """
+    return SimpleNamespace(
+        module=module,
+        forward_hooks=[],
+        backward_hooks=[],
+        param_groups=[],
+        _register_deepspeed_module=lambda module: None,
+    )
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine.
 
@@ -171,13 +185,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             "load_state_dict": self.load_state_dict,
         }
         if engine.zero_optimization_stage() == 3:
-            # The place of DeepSpeed's hooks, which a live module does not need.
-            self.parameter_offload = SimpleNamespace(
-                module=engine.module,
-                forward_hooks=[],
-                backward_hooks=[],
-                _register_deepspeed_module=lambda module: None,
-            )
+            self.parameter_offload = offload_of(engine.module)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":

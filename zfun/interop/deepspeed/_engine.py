@@ -18,7 +18,7 @@ from zfun.interop.deepspeed import _answers
 from zfun.interop.deepspeed._absent import ABSENT, refusal
 from zfun.interop.deepspeed._answers import batch_of
 from zfun.interop.deepspeed._checkpoint import SavedEngine
-from zfun.interop.deepspeed._core import EngineOptimizer, made
+from zfun.interop.deepspeed._core import EngineOptimizer, made, offload_of
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
@@ -64,7 +64,8 @@ class DeepSpeedEngine(SavedEngine):
         self._group = self._ranks = group
         self._core = made(module, settings, group, values or {}, loss)
         optimizer = settings.optimizer
-        self.optimizer = None if optimizer is None else EngineOptimizer(optimizer, self)
+        at_rest = offload_of(module) if settings.recipe.stage == 3 else None
+        self.optimizer: Any = at_rest if optimizer is None else EngineOptimizer(optimizer, self)
         self.lr_scheduler = settings.scheduler
         self.training_dataloader: DataLoader[Any] | None = None
         self.collate_fn = collate_fn
@@ -235,7 +236,7 @@ class DeepSpeedEngine(SavedEngine):
                 f"{method}() trains the model of the engine; got an engine whose model a later "
                 "initialize() has taken; use the engine that the later call returned"
             )
-        if self.optimizer is None:
+        if self._settings.optimizer is None:
             raise OptionError(
                 f"{method}() trains a model; got an engine of initialize() without an optimizer; "
                 "pass optimizer=, or write a section optimizer into the configuration"

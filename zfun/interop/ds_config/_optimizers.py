@@ -51,7 +51,8 @@ class Rule(NamedTuple):
     @property
     def is_absolute(self) -> bool:
         """Whether this is a schedule that writes one rate into every group."""
-        return self.kind in _ABSOLUTE
+        is_own = self.kind.startswith("Warmup") and self.options.get("warmup_max_lr") is None
+        return self.kind in _ABSOLUTE and not is_own
 
 
 @dataclass(frozen=True)
@@ -168,15 +169,18 @@ def momentum_for(rule: Rule) -> Schedule | None:
 
     Example:
         >>> cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
-        >>> round(momentum_for(Rule("OneCycle", cycle))(2), 3)
-        0.8
+        >>> momentum = momentum_for(Rule("OneCycle", cycle))
+        >>> [round(momentum(step), 3) for step in range(3)]
+        [0.8, 0.85, 0.8]
     """
     kind, s = completed(rule)
     if kind != "OneCycle" or not s["cycle_momentum"]:
         return None
     bounds = (s["cycle_min_mom"], s["cycle_max_mom"])
     cycle = optim.one_cycle_momentum(*bounds, **_cycle(s), decay_rate=s["decay_mom_rate"])
-    return _late(cycle, s)
+    late, begins = _late(cycle, s), s["last_batch_iteration"] == -1
+    # As DeepSpeed, whose constructor writes the least momentum, and the first step the rest.
+    return lambda step: float(s["cycle_min_mom"]) if begins and not step else late(step)
 
 
 def cycle_of(momentum: Schedule | None) -> dict[str, Any]:

@@ -345,14 +345,14 @@ def test_set_lr_sets_the_rates_of_both_parts_of_muon() -> None:
     assert zf.simulate(1, partial(main, muon_lr=0.02, adam_lr=3e-4)) == expected
 
 
-def test_all_groups_warm_up_to_the_rate_of_the_first() -> None:
+def test_each_group_warms_up_to_its_own_rate() -> None:
     layer = nn.Linear(2, 1)
     groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.4)
     schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, 0.0, None, 2, "linear")
     for _ in range(4):
         schedule.step()
-    assert schedule.get_lr() == [0.4, 0.4]
+    assert schedule.get_lr() == [0.4, 0.1]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -378,3 +378,67 @@ def test_a_checkpoint_has_the_numbers_of_the_groups(stage: int, tmp_path: Path) 
         assert {name: found[name] for name in changed} == {**changed, "lr": 0.125}
 
     zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_begins_after_a_load_between_micro_batches(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed saves no count of micro-batches, as it saves none of their gradients."""
+
+    def main(group: zf.Group) -> None:
+        more = {"gradient_accumulation_steps": 4}
+        first, other = (made(group, stage, net(), **more) for _ in range(2))
+
+        def micro_batch(engine: Any) -> None:
+            x, y = batch(0, group.rank, group.size)
+            engine.backward((engine(x) - y).square().mean())
+            engine.step()
+
+        for _ in range(6):
+            micro_batch(first)
+        first.save_checkpoint(tmp_path)
+        for engine in (first, other):
+            engine.load_checkpoint(tmp_path)
+            for index in range(4):
+                assert engine.global_steps == 1
+                assert engine.is_gradient_accumulation_boundary() is (index == 3)
+                micro_batch(engine)
+            assert engine.global_steps == 2
+
+    zf.simulate(1, main)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shows(
+    "a parameter that no rank has used",
+    "different",
+    "stays, as in torch; DeepSpeed steps it with a gradient of zeros",
+)
+def test_a_parameter_that_no_rank_has_used_stays(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+        section = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
+        engine = made(group, stage, model, optimizer=section, gradient_accumulation_steps=1)
+        before = weights(engine)
+        engine.backward(engine.module[0](torch.ones(1, 2)).sum())
+        engine.step()
+        for name, value in weights(engine).items():
+            assert torch.equal(value, before[name]) is name.startswith("1.")
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_without_an_optimizer_has_the_place_of_hooks_at_stage_3(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        given = {**config(stage), "optimizer": None, "scheduler": None}
+        given = {name: x for name, x in given.items() if x is not None}
+        engine, optimizer, *_ = deepspeed.initialize(model=net(), config=given, mpu=ranks(group))
+        assert optimizer is engine.optimizer
+        if stage == 3:
+            assert (optimizer.module, optimizer.forward_hooks) == (engine.module, [])
+        else:
+            assert optimizer is None
+        with pytest.raises(OptionError, match="got an engine of initialize\\(\\) without an"):
+            engine.step()
+
+    zf.simulate(1, main)

@@ -39,12 +39,9 @@ class Scheduled:
         self.last_batch_iteration = -1
         self.optimizer = optimizer
         groups = optimizer.param_groups
-        # Without warmup_max_lr, all warm up to the rate of the first group, which is Muon's.
-        first = _own_rate(groups[0], "muon_lr")
-        own = lambda group, name: first if rule.is_absolute else _own_rate(group, name)
         # A schedule counts steps from the last_batch_iteration of the configuration.
         self._rates = [
-            {name: schedule_for(rule, lr=own(group, name)) for name in rates_of(group)}
+            {name: schedule_for(rule, lr=_own_rate(group, name)) for name in rates_of(group)}
             for group in groups
         ]
         self._momentum = momentum_for(rule)

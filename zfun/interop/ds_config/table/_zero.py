@@ -52,7 +52,7 @@ _STAGES = (
     ignored("sub_group_size", _BILLION, f"{_SAME}zfun updates and offloads bucket by bucket",
         count()),
     ignored("ignore_unused_parameters", True,
-        "a leaf without a gradient has the gradient 0; process_group(debug=True) warns"),
+        "a leaf that no rank used stays, as in torch; process_group(debug=True) warns"),
     ignored("load_from_fp32_weights", True, _FILES),
     ignored("elastic_checkpoint", False, _FILES),
     ignored("pipeline_loading_checkpoint", False, _FILES),
