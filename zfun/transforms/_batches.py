@@ -240,7 +240,7 @@ def _node(value: Any) -> _Node | None:
     if isinstance(value, (Tensor, Flat, type, torch.Size)):
         return None
     if isinstance(value, Mapping):
-        keys = list(value)
+        keys = list(value.keys())  # a TensorDict iterates over rows
         return _Node(
             [str(key) for key in keys],
             [value[key] for key in keys],
@@ -268,7 +268,11 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
                 new[key] = item
             return new
         make: Callable[..., Any] = type(value)
-        return make(items)
+        if (old := getattr(value, "batch_size", None)) is None:
+            return make(items)
+        # A TensorDict has the first sizes of its tensors, as many as it had before.
+        shapes = {tuple(x.shape[: len(old)]) for x in items.values() if hasattr(x, "shape")}
+        return make(items, batch_size=shapes.pop() if len(shapes) == 1 else old)
     except Exception as error:  # the user's class runs here and may raise anything
         raise LeafError(
             "a mapping in a batch is rebuilt as type(batch)(dict); got "

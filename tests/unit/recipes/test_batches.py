@@ -220,6 +220,40 @@ def test_a_mapping_that_cannot_be_made_again_is_refused() -> None:
         zf.accumulate(zf.value_and_grad(loss_fn), 2)(PARAMS, Fixed())
 
 
+class Sized(Mapping[str, Any]):
+    """A mapping as TensorDict: it iterates over rows, and knows the first sizes of its tensors."""
+
+    def __init__(self, items: Any, batch_size: Any = ()) -> None:
+        self.inner, self.batch_size = dict(items), torch.Size(batch_size)
+        assert all(x.shape[: len(self.batch_size)] == self.batch_size for x in items.values())
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner[key]
+
+    def __iter__(self) -> Any:
+        raise TypeError("iteration over rows")
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def keys(self) -> Any:
+        return self.inner.keys()
+
+
+@pytest.mark.parametrize("sizes", [(), (4,)])
+def test_a_mapping_keeps_the_sizes_of_its_tensors(sizes: tuple[int, ...]) -> None:
+    plain = zf.accumulate(zf.value_and_grad(loss_fn), 2)(PARAMS, {"x": X, "y": Y})
+    seen: list[Any] = []
+
+    def of_sized(params: Any, batch: Any) -> Any:
+        seen.append((type(batch), len(batch.batch_size)))
+        return loss_fn(params, {key: batch[key] for key in ("x", "y")})
+
+    found = zf.accumulate(zf.value_and_grad(of_sized), 2)(PARAMS, Sized({"x": X, "y": Y}, sizes))
+    assert seen == [(Sized, len(sizes))] * 2
+    assert_same_bits(found, plain)
+
+
 @pytest.mark.parametrize("y", [torch.ones(8), torch.ones(2)])
 def test_leaves_of_different_batch_sizes_are_refused(y: Tensor) -> None:
     with pytest.raises(
