@@ -181,6 +181,13 @@ def test_narrow_precisions_train(precision: str, workers: Workers, tmp_path: Pat
     assert found[0]["params"]["net.transformer.wte.weight"].dtype is torch.float32
 
 
+def test_a_checkpoint_beside_an_average_has_the_parameters(
+    workers: Workers, tmp_path: Path
+) -> None:
+    found = [workers.run(call, "averaged", name, str(tmp_path)) for name in ("ddp", "zfun_stage_3")]
+    torch.testing.assert_close(settled(found[1][0]), settled(found[0][0]))
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", FABRIC_LOOPS)
 def test_a_loop_of_fabric_is_that_of_ddp(name: str, workers: Workers) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -150,6 +150,22 @@ def fit(
         "count": model.count,
         "params": {name: x.detach().clone() for name, x in model.state_dict().items()},
     }
+
+
+def averaged(group: Group, strategy: str, folder: str) -> dict[str, Tensor]:
+    """Save in a fit with an average, and return the parameters that the checkpoint keeps beside."""
+    as_rank(group)
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/average.ckpt")
+
+    data = loader(TensorDataset(lines(group.size, 2)), group, BATCH)
+    callbacks = [EMAWeightAveraging(decay=0.5), Saves()]
+    options = {"callbacks": callbacks, "enable_checkpointing": False}
+    trainer_of(strategy, group.size, folder, **options).fit(Gpt2(), data)
+    saved = torch.load(f"{folder}/average.ckpt", weights_only=False)
+    return dict(saved["current_model_state"])
 
 
 def in_torch(size: int, num_steps: int = STEPS) -> dict[str, Any]:

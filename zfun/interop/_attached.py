@@ -135,6 +135,16 @@ class StepEngine(ZeroedEngine):
         finally:
             self._missed = None
 
+    def unscale(self) -> None:
+        """Take the loss scale out of the gradients, as ``GradScaler.unscale_``; all ranks call."""
+        self._settle()
+        self._gathered()
+        scale = self._sum.scale
+        self._sum.unscale()
+        for name, (grad, _, _) in [*self._taken.items()] if scale != 1.0 else ():
+            grad.mul_(1.0 / scale)
+            self._taken[name] = grad, grad._version, grad.clone()
+
     def clip_by(self, norm: Tensor, max_norm: float) -> None:
         """Clip the gradients since the last step as a part of a vector that has a norm."""
         self._sum.clip(norm, max_norm)
@@ -220,10 +230,15 @@ _DROPS = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
 _STAYS = accessors("data") | {Tensor.detach_, Tensor.detach}
 
 
+def ids_in(optimizer: Any) -> set[int]:
+    """Return the identities of the parameters of an optimizer."""
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
 def leaves_of_each(module: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, nn.Parameter]]:
     """Return the parameters of a module by name, for each optimizer; the first has the rest too."""
     leaves = named_leaves(module)
-    ids = [{id(p) for group in x.param_groups for p in group["params"]} for x in optimizers]
+    ids = [*map(ids_in, optimizers)]
     ids[0] |= set(map(id, leaves.values())).difference(*ids)
     return [{name: x for name, x in leaves.items() if id(x) in own} for own in ids]
 
@@ -267,6 +282,24 @@ def engines_apart(
     return engines
 
 
+def check_whole(engines: Sequence[StepEngine], chosen: Sequence[Tensor], name: str) -> None:
+    """Check that parameters to clip are all of some engines, and no others."""
+    ids = set(map(id, chosen))
+    own = {id(param) for engine in engines for param in engine.module.parameters()}
+    rule = f"{name} takes all trained parameters of a model, whose gradients are one value"
+    for leaf, param in (pair for engine in engines for pair in engine.leaves.items()):
+        if param.requires_grad and id(param) not in ids:
+            raise OptionError(
+                f"{rule}; got parameters without leaf {leaf!r}; pass model.parameters(), or those "
+                "of all models of the optimizer"
+            )
+    if others := [tuple(x.shape) for x in chosen if x.requires_grad and id(x) not in own]:
+        raise OptionError(
+            f"{rule}; got one of shape {others[0]} that the model lacks too; clip each model by a "
+            "call of its own, and parameters of a loss with the function of torch.nn.utils"
+        )
+
+
 def clip_together(engines: Sequence[StepEngine], max_norm: float) -> Tensor:
     """Clip the gradients of engines by the norm of all of them, and return it."""
     if len(engines) == 1:
@@ -295,7 +328,11 @@ def attach(
             )
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
-        optimizer._is_overflow = info is not None and info.skipped
+        # torch's GradScaler lets fused optimizers skip by themselves, and nobody hears of it.
+        is_quiet = engine.state.loss_scale is not None and hasattr(
+            inner, "_step_supports_amp_scaling"
+        )
+        optimizer._is_overflow = info is not None and info.skipped and not is_quiet
         return loss
 
     def zero_grad(set_to_none: bool = True) -> None:

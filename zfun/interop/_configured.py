@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,7 +174,8 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    is_array = isinstance(value, (Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
+    return value.item() if is_array else value
 
 
 def _configured_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:

@@ -25,9 +25,11 @@ from zfun.errors import OptionError
 from zfun.interop._attached import (
     StepEngine,
     attach,
+    check_whole,
     clip_together,
     detach,
     engines_of,
+    ids_in,
     leaves_of_each,
 )
 from zfun.interop._named import apart
@@ -184,7 +186,7 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in self._optimizers:
             if hasattr(optimizer.optimizer, "_zfun_engine"):
                 continue
-            ids = _ids_in(optimizer)
+            ids = ids_in(optimizer)
             known = [*self._waiting, *(x for _, its in self._engines.values() for x in its)]
             models = [x for x in known if ids.intersection(map(id, x.parameters()))]
             models = models or self._waiting[:1]
@@ -196,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
                     models += its
                     moments = other.state_dict() if engine.state.step else None
                     self._close(engine)
-                    if not ids & _ids_in(other):
+                    if not ids & ids_in(other):
                         detach(other)
                         if moments is not None:
                             other.load_state_dict(moments)
@@ -254,7 +256,7 @@ class Accelerator(accelerate.Accelerator):
         groups.ema_decay = self.ema_decay
         return groups
 
-    def engine_of(self, model: Any = None) -> StepEngine | None:
+    def engine_of(self, model: Any = None) -> Engine | None:
         """Return the engine of a model, of the first one by default; ``None`` if there is none."""
         for engine, (_, models) in self._engines.items():
             if model is None or any(x is model for x in (engine.module, *models)):
@@ -271,6 +273,11 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward; gradients are means over the ranks, and sums over micro-batches."""
+        if len(self._engines) > 1 and any(x.state.loss_scale is not None for x in self._engines):
+            raise OptionError(
+                "with a loss scale, an Accelerator has one optimizer; got "
+                f"{len(self._engines)}; pass mixed_precision='bf16'"
+            )
         loss = loss / self.gradient_accumulation_steps
         kwargs.pop("learning_rate", None)
         if len(self._engines) == 1 and not kwargs.keys() - {"inputs", "retain_graph"}:
@@ -306,6 +313,7 @@ class Accelerator(accelerate.Accelerator):
                 f"gradients are clipped by their L2 norm; got norm_type={norm_type}; leave "
                 "norm_type out"
             )
+        self.unscale_gradients()
         return clip_together(engines, max_norm).float()
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -314,6 +322,7 @@ class Accelerator(accelerate.Accelerator):
         engines = self._engines_to_clip(chosen, "clip_grad_value_()")
         if not engines:
             super().clip_grad_value_(chosen, clip_value)
+        self.unscale_gradients()
         for engine in engines:
             engine.clip_value(clip_value)
 
@@ -321,7 +330,7 @@ class Accelerator(accelerate.Accelerator):
         """Return the engines that have these parameters."""
         ids = set(map(id, chosen))
         if found := [x for x in self._engines if ids.intersection(map(id, x.module.parameters()))]:
-            _check_whole(found, chosen, name)
+            check_whole(found, chosen, name)
             return found
         scale = max((engine.loss_scale for engine in self._engines), default=1.0)
         if scale != 1.0:
@@ -333,7 +342,10 @@ class Accelerator(accelerate.Accelerator):
         return []
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing, because a step takes the loss scale out."""
+        """Take the loss scale out of the gradients, before code reads them. All ranks call."""
+        for engine in self._engines:
+            if engine.loss_scale != 1.0:
+                engine.unscale()
 
     def _half_forward(self, forward: Any) -> Any:
         """Return a forward under autocast, which a copy of the model binds to the copy."""
@@ -379,7 +391,7 @@ class Accelerator(accelerate.Accelerator):
         with self.without_moments():
             found = super().save_state(output_dir, *args, **kwargs)
         for index, engine in enumerate(self._engines):
-            engine.save(Path(found) / f"{_FOLDER}_{index}")
+            engine.save(Path(found) / f"{_FOLDER}_{index}", keep=1)
         return found
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -415,28 +427,6 @@ class Accelerator(accelerate.Accelerator):
 def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     found = state_dict(*args, **kwargs)
     return found if kwargs.get("keep_vars") else apart(found)
-
-
-def _ids_in(optimizer: Any) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
-def _check_whole(engines: Sequence[StepEngine], chosen: Sequence[Tensor], name: str) -> None:
-    """Check that parameters to clip are all of some engines, and no others."""
-    ids = set(map(id, chosen))
-    own = {id(param) for engine in engines for param in engine.module.parameters()}
-    rule = f"{name} takes all trained parameters of a model, whose gradients are one value"
-    for leaf, param in (pair for engine in engines for pair in engine.leaves.items()):
-        if param.requires_grad and id(param) not in ids:
-            raise OptionError(
-                f"{rule}; got parameters without leaf {leaf!r}; pass model.parameters(), or those "
-                "of all models of the optimizer"
-            )
-    if others := [tuple(x.shape) for x in chosen if x.requires_grad and id(x) not in own]:
-        raise OptionError(
-            f"{rule}; got one of shape {others[0]} that the model lacks too; clip each model by a "
-            "call of its own, and parameters of a loss with the function of torch.nn.utils"
-        )
 
 
 def _refuse_alone(param: Tensor) -> None:

@@ -67,6 +67,8 @@ def updated(
     grads = grads.with_missed(now)
     bad_leaf = None if is_late or taken else _bad_leaf(recipe, state, grads)
     rate = rule.learning_rate(state.opt_state)
+    # It may raise, and then the old state stays.
+    loss_scale = _scale_after(recipe, state, taken)
     params, opt_state, kept = state.params, state.opt_state, state.buffers
     if is_late:
         params, opt_state = apply_if(taken, rule, grads, opt_state, params, donate=donate)
@@ -91,7 +93,7 @@ def updated(
         else 0
         if taken
         else int(state.num_skipped) + 1,
-        loss_scale=_scale_after(recipe, state, taken),
+        loss_scale=loss_scale,
         buffers=kept,
         num_applied=(state.num_applied if is_late else int(state.num_applied)) + taken,
         # Missed steps are counted on the host, which waits if there are any.

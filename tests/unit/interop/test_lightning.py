@@ -373,19 +373,21 @@ def manual(make: Callable[[Any], Any]) -> Tiny:
 class TwoManual(Tiny):
     """Two optimizers, one of which gets another parameter later."""
 
-    def __init__(self) -> None:
+    def __init__(self, later: int = 0) -> None:
         super().__init__()
+        torch.manual_seed(0)
+        self.net, self.later = nn.Linear(2, 1), later
         self.automatic_optimization = False
         self.scale = nn.Parameter(torch.ones(()))
         self.net.bias.requires_grad_(False)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        first, second = self.optimizers()
+        optimizers: Any = self.optimizers()
         self.manual_backward(self.forward(batch).square().mean() * self.scale)
         if batch_idx == 1:
             self.net.bias.requires_grad_(True)
-            first.optimizer.add_param_group({"params": [self.net.bias]})
-        for optimizer in (first, second):
+            optimizers[self.later].optimizer.add_param_group({"params": [self.net.bias]})
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
@@ -442,7 +444,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "one optimizer.*leaf 'net.bias' is in the optimizers 0 and 1",
     ),
     "a parameter of later": (
-        TwoManual,
+        lambda: TwoManual(later=1),
         {},
         "got a group with leaf 'net.bias' of another one; with several optimizers, give each",
     ),
@@ -631,6 +633,57 @@ class Accumulates(Averages):
             optimizer.zero_grad()
 
 
+class RunsClosure(Averages):
+    """Runs the closure before the step."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class StepsInner(Averages):
+    """Calls step() of torch's own optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer.optimizer.step(optimizer_closure)
+
+
+class StepsByHand(Averages):
+    """The same in manual optimization, with a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.forward(batch).square().mean())
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+class ClipsLater(Averages):
+    """Clips in the second half alone, by the bound of the Trainer."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.current_epoch:
+            self.clip_gradients(optimizer, gradient_clip_val, "norm")
+
+
 class Zeroes(Tiny):
     """Parameters that go unused, whose gradients are set to zero, and not to None."""
 
@@ -670,6 +723,11 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
     "reads and writes": (Penalised, list),
     "gradients in hooks": (Clips, list),
     "plateau": (Plateau, list),
+    "a closure of its own": (RunsClosure, list),
+    "a step of torch's optimizer": (StepsInner, list),
+    "a step of torch's optimizer, manual": (StepsByHand, list),
+    "clips later": (ClipsLater, list),
+    "a parameter of later, manual": (TwoManual, list),
     "gradients that stay": (Accumulates, list),
     "gradients of zeros": (lambda: Zeroes(is_manual=False), list),
     "gradients of zeros, manual": (lambda: Zeroes(is_manual=True), list),
@@ -688,9 +746,9 @@ def test_a_loop_of_users_is_that_of_plain_lightning(name: str, stage: int, tmp_p
     for strategy in ("auto", f"zfun_stage_{stage}"):
         model = make()
         before = {key: x.clone() for key, x in model.state_dict().items()}
-        trainer = lightnings.trainer_of(
-            strategy, 1, tmp_path, enable_checkpointing=False, max_epochs=3, callbacks=callbacks()
-        )
+        options = {"gradient_clip_val": 0.05} if make is ClipsLater else {}
+        options |= {"enable_checkpointing": False, "max_epochs": 3, "callbacks": callbacks()}
+        trainer = lightnings.trainer_of(strategy, 1, tmp_path, **options)
         trainer.fit(model, data(), data())
         found.append({key: x - before[key] for key, x in model.state_dict().items()})
         assert all(x.any() for x in found[-1].values())

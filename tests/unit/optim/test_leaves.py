@@ -128,7 +128,7 @@ def test_torch_muon_has_the_numbers_of_torch(options: dict[str, Any]) -> None:
             twin.grad = grads[name].clone()
         oracle.step()
     for name, twin in twins.items():
-        assert (twin - start[name]).abs().max() > 0.01
+        assert (twin - start[name]).abs().max() > 1e-4
         torch.testing.assert_close(params[name], twin.detach(), rtol=0, atol=2.4e-7)
         buffer = oracle.state[twin]["momentum_buffer"]
         torch.testing.assert_close(state.inner.trees["momentum_buffer"][name], buffer)

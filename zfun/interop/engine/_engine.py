@@ -396,8 +396,8 @@ class Engine(Passes):
             boundary: whether to update now; a sum of fewer calls is divided by ``accumulate`` too.
 
         Returns:
-            The results of the step, equal on all ranks; ``None`` if there was no update. The loss
-            is NaN where a backward pass was ``loss.backward()``, which tells no loss.
+            The results of the step, equal on all ranks, or ``None`` without an update. The loss is
+            NaN where a backward pass was ``loss.backward()``.
 
         Raises:
             ZfunError: no gradients since the last step.
@@ -414,11 +414,11 @@ class Engine(Passes):
         if not (self.is_boundary if boundary is None else boundary):
             return None
         self._check_step()
-        grads, loss, told = self._collected()
-        if grads is None:
+        found, loss, told = self._collected()
+        if found is None:
             return None
-        # Other ranks may wait for the windows that calls without a backward pass hold.
-        self._end_calls()
+        self._end_calls()  # other ranks may wait for windows of calls without a backward pass
+        grads = self._sum.rescaled(found)
         return self._stepped(lambda x: self.recipe.update(x, grads, loss), lambda: told.flags[1:])
 
     def whole_step(self, batch: Any) -> StepInfo:

@@ -31,9 +31,10 @@ class GradSum:
     Args:
         group: the ranks.
         apart: leaves that have buckets of their own, and do not count for the norm.
+        scale: the loss scale of the passes.
     """
 
-    def __init__(self, group: Group, apart: Collection[str] = ()) -> None:
+    def __init__(self, group: Group, apart: Collection[str] = (), scale: float = 1.0) -> None:
         self.grads: Flat | None = None
         # Whether the pass that runs has reached the parameters.
         self.has_run = False
@@ -46,6 +47,8 @@ class GradSum:
         self._clipped: tuple[Tensor, float] | None = None
         self._fresh: Flat | None = None
         self._pairs: list[Tensor] = []
+        # The loss scale that the sum has, the one that unscale() took out, and what it saw then.
+        self.scale, self._unscaled, self._overflowed = scale, 1.0, False
         # result() has multiplied the sum with this; later gradients are too, when they are added.
         self._factor = 1.0
         # Whether the passes have the default scale, and no weight.
@@ -84,7 +87,7 @@ class GradSum:
             if total is not None:
                 # Gradients from outside of calls may have come first, with another placement.
                 total = redistribute(total, grads.placement, grads.group, name="grads")
-            self.grads = add_grads(total, scale_grads(grads, self._factor))
+            self.grads = add_grads(total, scale_grads(grads, self._factor / self._unscaled))
 
     def count(self, total: Tensor, weight: Any, scale: float) -> None:
         """End a backward pass."""
@@ -95,7 +98,7 @@ class GradSum:
             if len(self._pairs) == 1:
                 self.grads = self._weighted(self.grads, self._pairs[0])
             if self._pairs:
-                fresh = scale_grads(self._weighted(fresh, pair), self._factor)
+                fresh = scale_grads(self._weighted(fresh, pair), self._factor / self._unscaled)
             self.grads = add_grads(self.grads, fresh)
         self._pairs.append(pair)
 
@@ -123,7 +126,7 @@ class GradSum:
                 "in engine.run(), or return a plain mean"
             )
         layout, like, mesh = params.layout, self.grads, self._mesh
-        factor = 1.0 if divided else self._factor
+        factor = 1.0 if divided else self._factor / self._unscaled
         whole = [
             scale_grads(strays[slot.path].detach().to_dense(), factor)
             if slot.path in strays
@@ -151,11 +154,29 @@ class GradSum:
         return None if self._clipped is None else self._clipped[1]
 
     def norm(self) -> Tensor:
-        """Return the norm, with the loss scale and before clipping; every rank must call."""
+        """Return the norm, without the loss scale and before clipping; every rank must call."""
         grads = self.grads
         if grads is not None and self._apart:
             grads = grads.select(_buckets_without(grads, self._apart))
-        return global_norm(grads)
+        return global_norm(grads) / self.scale
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the sum; every rank must call.
+
+        As in torch, the step is skipped if the sum is not finite now, whatever code makes of it.
+        """
+        if self.scale == 1.0 or self.grads is None:
+            return
+        self.cut()
+        self._overflowed = not math.isfinite(float(self.norm()))
+        self.grads = scale_grads(self.grads, 1.0 / self.scale)
+        self._unscaled, self.scale = self.scale, 1.0
+
+    def rescaled(self, grads: Flat) -> Flat:
+        """Return the gradients of the step with the loss scale, which the step takes out."""
+        if self._overflowed:
+            return _spoiled(grads)
+        return grads if self._unscaled == 1.0 else scale_grads(grads, self._unscaled)
 
     def clip(self, norm: Tensor, bound: float) -> None:
         """Let the step clip the gradients, whose norm is ``norm``, unless :meth:`cut` does."""
@@ -171,7 +192,7 @@ class GradSum:
         buffers = list(here.buffers)
         for index in _buckets_without(here, self._apart):
             x = buffers[index]
-            small = x.clamp(-bound, bound)
+            small = x.clamp(-bound * self.scale, bound * self.scale)
             buffers[index] = torch.where(x.isfinite(), small, x) if keeps_overflow else small
         self.grads = here.with_buffers(buffers)
 

@@ -214,7 +214,7 @@ class Passes(HeldModule):
         """
         self._settle()
         self._gathered()
-        norm, bound = self._sum.norm() / self.loss_scale, self._sum.bound
+        norm, bound = self._sum.norm(), self._sum.bound
         return norm if bound is None else norm.clamp(max=bound)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -245,7 +245,7 @@ class Passes(HeldModule):
         """
         self._settle()
         self._gathered()
-        self._sum.clamp(bound * self.loss_scale, keeps_overflow=self._state.loss_scale is not None)
+        self._sum.clamp(bound, keeps_overflow=self._state.loss_scale is not None)
 
     def _left(self) -> dict[str, Tensor]:
         """Return gradients that backward has left in parameters, by name."""
@@ -362,7 +362,7 @@ class Passes(HeldModule):
 
     def _reset(self) -> None:
         apart = () if self._groups is None else self._groups.extra
-        self._sum = GradSum(self._group, apart)
+        self._sum = GradSum(self._group, apart, self.loss_scale)
         # Gradients that stay in .grad, of which the sum has the value: tensor, version and value.
         self._taken: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}

@@ -6,10 +6,12 @@ value. It lies as bytes in the caller's data of the checkpoint, so the whole app
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from zfun import checkpoint as zcheckpoint
+from zfun import tree
 from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
@@ -82,10 +85,48 @@ def packed(
 
 def plain(checkpoint: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
     """Return a checkpoint with whole values, as plain Lightning has it; all ranks call."""
-    whole = {**checkpoint, "state_dict": master_values(checkpoint["state_dict"], engines)}
+    # Callbacks keep parameters too, as WeightAveraging does, which rank 0 cannot gather alone.
+    live = {id(x) for engine in engines for x in engine.leaves.values()}
+    gathered = lambda x: master_values({"": x}, engines)[""] if id(x) in live else x
+    rest = {key: x for key, x in checkpoint.items() if key != "state_dict"}
+    whole = tree.map(gathered, rest)
+    whole["state_dict"] = master_values(checkpoint["state_dict"], engines)
     if "optimizer_states" in checkpoint:
         whole["optimizer_states"] = [engine.optimizer_state() for engine in engines]
     return whole
+
+
+@contextlib.contextmanager
+def set_aside(path: str, *, is_old: bool) -> Iterator[None]:
+    """Move what is at a path aside, so that one of another kind replaces it, or it comes back."""
+    aside = Path(f"{path}.replaced")
+    if not is_old:
+        yield
+        return
+    _remove(aside)  # of a run that was killed here
+    Path(path).rename(aside)
+    try:
+        yield
+    except BaseException:
+        if not Path(path).exists():
+            aside.rename(path)
+        raise
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a path leads to a directory that has checkpoints, and nothing else."""
+    if not Path(path).is_dir():
+        return False
+    names = [x.name for x in Path(path).iterdir()]
+    return bool(zcheckpoint.steps(path)) and all(x.startswith(("step-", ".")) for x in names)
 
 
 class Directory(NamedTuple):

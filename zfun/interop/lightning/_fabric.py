@@ -26,7 +26,7 @@ from zfun.interop.engine import UNBOUNDED
 from zfun.interop.engine._running import run_backward
 from zfun.interop.lightning import _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
-from zfun.interop.lightning._plugins import Dtypes
+from zfun.interop.lightning._plugins import Dtypes, precision_of
 
 
 class ZfunFabricStrategy(DDPStrategy):
@@ -71,8 +71,8 @@ class ZfunFabricStrategy(DDPStrategy):
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         if precision is not None and not isinstance(precision, Dtypes):
-            kind = Scaled if precision.precision.startswith("16") else Unscaled
-            precision = kind(precision.precision)
+            name = precision_of(precision)
+            precision = Scaled(name) if name.startswith("16") else Unscaled(name)
         if isinstance(precision, Scaled):
             precision.engines = self.engines
         self._precision = precision
@@ -176,6 +176,7 @@ class ZfunFabricStrategy(DDPStrategy):
                 f"The total norm of gradients is {float(norm)}, so it cannot be clipped; pass "
                 "error_if_nonfinite=False"
             )
+        self.precision.unscale_gradients(optimizer)
         dtype = optimizer.param_groups[0]["params"][0].dtype
         return engine.clip(max_norm).to(torch.promote_types(dtype, torch.float32))
 
@@ -183,6 +184,7 @@ class ZfunFabricStrategy(DDPStrategy):
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         """Clip each element of the gradients so far."""
+        self.precision.unscale_gradients(optimizer)
         optimizer.zfun_engine.clip_value(clip_val)  # pyrefly: ignore[missing-attribute]
 
     # Checkpoints.
@@ -223,6 +225,10 @@ class Scaled(Dtypes):
 
     engines: Sequence[FabricEngine] = ()
 
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Take the loss scale out of the gradients, before code reads them."""
+        optimizer.zfun_engine.unscale()  # pyrefly: ignore[missing-attribute]
+
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward for one engine, that of the model if there are several."""
         found = [x for x in self.engines if x.is_trained]
@@ -231,7 +237,8 @@ class Scaled(Dtypes):
         if len(found) != 1:
             raise OptionError(
                 "with a loss scale, backward is that of one model with one optimizer; got "
-                f"{len(found)}; pass model= to fabric.backward(), or use precision='bf16-mixed'"
+                f"{len(found)}; pass model= to fabric.backward() where each model has one, or use "
+                "precision='bf16-mixed'"
             )
         found[0].backward(tensor, *args, scale=1.0, **kwargs)
 

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,6 +23,14 @@ from zfun.errors import OptionError
 from zfun.interop.lightning._options import dtype_of
 from zfun.optim import Schedule
 from zfun.options import DECAY, takes
+
+# What a GradScaler has that nobody has given numbers.
+_GRAD_SCALER = {
+    "scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
 
 
 class Dtypes(FabricPrecision):
@@ -43,6 +52,19 @@ class Dtypes(FabricPrecision):
         if self.dtype is torch.float32:
             return data
         return apply_to_collection(data, dtype=Tensor, function=_convert_fp_tensor, dst_type=dtype)
+
+
+def precision_of(plugin: FabricPrecision) -> str:
+    """Return the name of the dtypes of a plugin, and refuse a loss scale of its own."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        numbers = {name: x for name, x in scaler.state_dict().items() if name in _GRAD_SCALER}
+        if numbers != _GRAD_SCALER:
+            raise OptionError(
+                "a strategy of zfun has the loss scale in its state; got a plugin whose GradScaler "
+                f"has {numbers}; pass initial_scale_power= and loss_scale_window= to the strategy"
+            )
+    return plugin.precision
 
 
 class ZfunPrecision(Dtypes, Precision):
@@ -81,8 +103,13 @@ class ZfunPrecision(Dtypes, Precision):
     ) -> Any:
         """Run forward and backward, and the step of the engine."""
         result = closure()
+        # Lightning leaves the gradients of fused optimizers as they are.
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            model.trainer.strategy.unscale(optimizer)
         self._after_closure(model, optimizer)
-        if model.automatic_optimization and result is None:
+        # A module that has run the closure itself calls step() without one.
+        is_own = closure is not do_nothing_closure
+        if model.automatic_optimization and is_own and result is None:
             raise OptionError(
                 "all ranks take every step, so training_step() returns a loss; got None; return "
                 "a loss of 0 times an output for a batch to skip"

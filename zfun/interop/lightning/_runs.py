@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 
 from zfun import optim
@@ -221,3 +222,28 @@ def load_values(
     for engine in engines:
         names = {id(x): name for name, x in engine.leaves.items()}
         engine.replace({names[key]: value for key, value in given if key in names})
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse options before anything is built."""
+    for callback in getattr(trainer, "callbacks", []):
+        if isinstance(callback, StochasticWeightAveraging):
+            raise OptionError(
+                "with a strategy of zfun no code writes parameters through detach(), as "
+                "StochasticWeightAveraging does at the end of fit; got this callback; pass "
+                "WeightAveraging(), which averages too"
+            )
+
+
+def step_of(strategy: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return ``step()`` of an optimizer for a module that calls torch's own."""
+
+    def step(closure: Any = None) -> Any:
+        with torch.enable_grad():
+            result = None if closure is None else closure()
+        strategy.step(optimizer)
+        return result
+
+    # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
+    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+    return step

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,7 +30,7 @@ from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, w
 from zfun.interop.lightning import _checkpoint as saved
 from zfun.interop.lightning import _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
-from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision
+from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision, precision_of
 
 
 class ZfunStrategy(DDPStrategy):
@@ -80,6 +79,8 @@ class ZfunStrategy(DDPStrategy):
         self._groups: list[ParamGroups] = []
         self._run: _runs.AutomaticRun | _runs.ManualRun | None = None
         self._is_live = False
+        # Optimizers, and the step() that each had.
+        self._own_steps: list[tuple[Any, Any]] = []
         self._given: dict[str, Any] = {}
         # Of a checkpoint, for a module on meta.
         self._values: dict[str, Any] = {}
@@ -99,7 +100,7 @@ class ZfunStrategy(DDPStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         is_own = precision_plugin is None or isinstance(precision_plugin, ZfunPrecision)
         self._precision_plugin = (
-            precision_plugin if is_own else ZfunPrecision(precision_plugin.precision)
+            precision_plugin if is_own else ZfunPrecision(precision_of(precision_plugin))
         )
 
     @property
@@ -121,7 +122,7 @@ class ZfunStrategy(DDPStrategy):
         # An earlier run may have left the values in its state.
         self._release()
         module = self._own_module()
-        _check_trainer(trainer)
+        _runs.check_trainer(trainer)
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
@@ -149,6 +150,9 @@ class ZfunStrategy(DDPStrategy):
         if self._ranks is None:
             self._ranks = process_group()
         self._run = _runs.build(module, self._groups, self.recipe, self._ranks, values)
+        for optimizer in (one.optimizer for one in self._groups):
+            self._own_steps.append((optimizer, vars(optimizer).get("step")))
+            optimizer.step = _runs.step_of(self, optimizer)
         self._values = {}
         self._is_live = True
         self.barrier()
@@ -190,6 +194,11 @@ class ZfunStrategy(DDPStrategy):
         was_live, self._is_live = self._is_live, False
         if was_live:
             self._running().close()
+        for optimizer, own in self._own_steps:
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own
+        self._own_steps.clear()
 
     def teardown(self) -> None:
         """End the run; the state stays for ``Trainer.save_checkpoint``."""
@@ -228,7 +237,9 @@ class ZfunStrategy(DDPStrategy):
         """Step an optimizer with the numbers that its param groups have now."""
         index = self._index(optimizer)
         optimizer = self._groups[index].optimizer
-        configured = None if self.recipe is None else self.recipe.max_grad_norm or None
+        # The Trainer's gradient_clip_val comes through the hooks of the module.
+        recipe = None if self._config is None else self.recipe
+        configured = None if recipe is None else recipe.max_grad_norm or None
         bound = self.precision_plugin.bounds.pop(id(optimizer), configured)
         if isinstance(optimizer, ConfiguredOptimizer) and bound != configured:
             raise OptionError(
@@ -243,6 +254,12 @@ class ZfunStrategy(DDPStrategy):
         self.last_step = run.step(index)
         # Schedulers of torch ask whether the optimizer has stepped.
         optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
+
+    def unscale(self, optimizer: TorchOptimizer) -> None:
+        """Take the loss scale out of the gradients of an optimizer, before hooks read them."""
+        engine: Any = self._running().engines[self._index(optimizer)]
+        if engine.loss_scale != 1.0:
+            engine.unscale()
 
     def _index(self, optimizer: TorchOptimizer) -> int:
         if isinstance(optimizer, LightningOptimizer):
@@ -313,16 +330,20 @@ class ZfunStrategy(DDPStrategy):
         ):
             whole = saved.plain(checkpoint, engines)
             if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(whole, path)
+                with saved.set_aside(path, is_old=saved.is_checkpoint(path)):
+                    self.checkpoint_io.save_checkpoint(whole, path)
             self.barrier()
             return
-        zcheckpoint.save(
-            path,
-            saved.joined([engine.state for engine in engines]),
-            step=checkpoint["global_step"],
-            keep=1,
-            data=saved.packed(checkpoint, self._own_module(), engines),
-        )
+        data = saved.packed(checkpoint, self._own_module(), engines)
+        with saved.set_aside(path, is_old=self.is_global_zero and Path(path).is_file()):
+            self.barrier()
+            zcheckpoint.save(
+                path,
+                saved.joined([engine.state for engine in engines]),
+                step=checkpoint["global_step"],
+                keep=1,
+                data=data,
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a directory into the state; a file of plain Lightning is read as it is."""
@@ -367,14 +388,3 @@ class ZfunStrategy(DDPStrategy):
             engine.load_optimizer_state(given)
 
     register_strategies = classmethod(_runs.register_names)
-
-
-def _check_trainer(trainer: Trainer) -> None:
-    """Refuse options before anything is built."""
-    for callback in getattr(trainer, "callbacks", []):
-        if isinstance(callback, StochasticWeightAveraging):
-            raise OptionError(
-                "with a strategy of zfun no code writes parameters through detach(), as "
-                "StochasticWeightAveraging does at the end of fit; got this callback; pass "
-                "WeightAveraging(), which averages too"
-            )

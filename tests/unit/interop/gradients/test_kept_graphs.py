@@ -217,7 +217,7 @@ def test_calls_without_a_pass_are_forgotten() -> None:
         for _ in range(80):
             engine(X[0])
         counts.append(num_tensors())
-    assert counts[2] == counts[1]
+    assert counts[2] <= counts[1]
 
 
 def facade(stage: int, group: zf.Group, gas: int = 1) -> Any:

@@ -256,7 +256,7 @@ CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.02, "cycle_first_step_size": 8}
     [
         ("WarmupCosineLR", {**WARMUP, "total_num_steps": 20}, 0.5, 0.25, 0.046651),
         ("WarmupLR", {**WARMUP, "warmup_max_lr": 0.02}, 1, 1, 0.02),
-        ("WarmupLR", WARMUP, 1, 1, 0.025),
+        ("WarmupLR", WARMUP, 0.5, 0.25, 0.05),
         ("WarmupDecayLR", {**WARMUP, "warmup_max_lr": 0.02, "total_num_steps": 10}, 1, 1, 0.015),
         ("OneCycle", CYCLE, 1, 1, 0.01625),
     ],
