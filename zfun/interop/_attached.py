@@ -329,10 +329,9 @@ def attach(
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         # torch's GradScaler lets fused optimizers skip by themselves, and nobody hears of it.
-        is_quiet = engine.state.loss_scale is not None and hasattr(
-            inner, "_step_supports_amp_scaling"
-        )
-        optimizer._is_overflow = info is not None and info.skipped and not is_quiet
+        is_fused = getattr(inner, "_step_supports_amp_scaling", False)
+        is_told = engine.state.loss_scale is None or not is_fused
+        optimizer._is_overflow = info is not None and info.skipped and is_told
         return loss
 
     def zero_grad(set_to_none: bool = True) -> None:

@@ -192,21 +192,28 @@ class Accelerator(accelerate.Accelerator):
             models = models or self._waiting[:1]
             if not models:
                 continue
-            optimizers = [optimizer]
+            others: list[Any] = []
             for engine, (other, its) in [*self._engines.items()]:
                 if any(x is model for x in its for model in models):
                     models += its
-                    moments = other.state_dict() if engine.state.step else None
-                    self._close(engine)
-                    if not ids & ids_in(other):
-                        detach(other)
-                        if moments is not None:
-                            other.load_state_dict(moments)
-                        optimizers.insert(0, other)
-                    # Else the loop goes on with the new optimizer; steps of the old are refused.
+                    # Of two optimizers of one parameter the loop goes on with the new one, and
+                    # steps of the old one are refused.
+                    is_kept = not ids & ids_in(other)
+                    self._take_apart(engine, is_kept=is_kept)
+                    others += [other] if is_kept else []
             models = [*{id(x): x for x in models}.values()]
             self._waiting = [x for x in self._waiting if all(x is not model for model in models)]
-            self._make(models, optimizers)
+            self._make(models, [*others, optimizer])
+
+    def _take_apart(self, engine: StepEngine, *, is_kept: bool) -> None:
+        """Close an engine, whose optimizer another engine takes with its moments if it is kept."""
+        optimizer, _ = self._engines[engine]
+        moments = optimizer.state_dict() if is_kept and engine.state.step else None
+        self._close(engine)
+        if is_kept:
+            detach(optimizer)
+        if moments is not None:
+            optimizer.load_state_dict(moments)
 
     def forget(self, engine: Engine) -> None:
         """Let the model and the optimizer of an engine be plain ones. All ranks call."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -82,23 +82,41 @@ def test_muon_equals_the_polynomial_of_the_singular_values() -> None:
     )
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_equals_that_of_torch_in_the_same_dtype(nesterov: bool) -> None:
+class Beside(NamedTuple):
+    """Parameters and the state after steps, and those of torch's Muon."""
+
+    start: dict[str, Tensor]
+    params: Any
+    state: Any
+    twins: dict[str, torch.nn.Parameter]
+    oracle: torch.optim.Optimizer
+
+
+def beside_torch(optimizer: optim.Optimizer, rates: list[float], **options: Any) -> Beside:
     start = {name: x.float() for name, x in draw(0).items()}
     twins = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
-    oracle = torch.optim.Muon(list(twins.values()), lr=0.05, weight_decay=0.1, nesterov=nesterov)
-    optimizer = optim.muon(
-        0.05, optim.sgd(1.0), weight_decay=0.1, nesterov=nesterov, dtype=torch.bfloat16
-    )
+    oracle = torch.optim.Muon(list(twins.values()), **options)
     params, state = start, optimizer.init(start)
-    for step in range(1, 4):
+    for step, rate in enumerate(rates, 1):
+        oracle.param_groups[0]["lr"] = rate
+        if "lr" in optim.hyperparams(state):
+            state = optim.set_hyperparams(state, lr=rate)
         grads = {name: x.float() for name, x in draw(step).items()}
         params, state = optimizer.apply(grads, state, params)
         for name, twin in twins.items():
             twin.grad = grads[name].clone()
         oracle.step()
-    for name, twin in twins.items():
-        change, expected = params[name] - start[name], twin.detach() - start[name]
+    return Beside(start, params, state, twins, oracle)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_equals_that_of_torch_in_the_same_dtype(nesterov: bool) -> None:
+    options = {"weight_decay": 0.1, "nesterov": nesterov}
+    optimizer = optim.muon(0.05, optim.sgd(1.0), dtype=torch.bfloat16, **options)
+    found = beside_torch(optimizer, [0.05] * 3, **options)
+    for name, twin in found.twins.items():
+        before = found.start[name]
+        change, expected = found.params[name] - before, twin.detach() - before
         assert expected.abs().max() > 0.01
         # Products in bfloat16 are accurate to two digits.
         assert (change - expected).norm() <= 0.05 * expected.norm()
@@ -114,24 +132,13 @@ def test_muon_equals_that_of_torch_in_the_same_dtype(nesterov: bool) -> None:
     ],
 )
 def test_torch_muon_has_the_numbers_of_torch(options: dict[str, Any]) -> None:
-    start = {name: x.float() for name, x in draw(0).items()}
-    twins = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
-    oracle = torch.optim.Muon(list(twins.values()), lr=0.05, **options)
     optimizer = optim.inject_hyperparams(optim.from_torch)(torch.optim.Muon, lr=0.5, **options)
-    params, state = start, optimizer.init(start)
-    for step in range(1, 5):
-        oracle.param_groups[0]["lr"] = 0.05 / step
-        state = optim.set_hyperparams(state, lr=0.05 / step)
-        grads = {name: x.float() for name, x in draw(step).items()}
-        params, state = optimizer.apply(grads, state, params)
-        for name, twin in twins.items():
-            twin.grad = grads[name].clone()
-        oracle.step()
-    for name, twin in twins.items():
-        assert (twin - start[name]).abs().max() > 1e-4
-        torch.testing.assert_close(params[name], twin.detach(), rtol=0, atol=2.4e-7)
-        buffer = oracle.state[twin]["momentum_buffer"]
-        torch.testing.assert_close(state.inner.trees["momentum_buffer"][name], buffer)
+    found = beside_torch(optimizer, [0.05 / step for step in range(1, 5)], **options)
+    for name, twin in found.twins.items():
+        assert (twin - found.start[name]).abs().max() > 1e-4
+        torch.testing.assert_close(found.params[name], twin.detach(), rtol=0, atol=2.4e-7)
+        buffer = found.oracle.state[twin]["momentum_buffer"]
+        torch.testing.assert_close(found.state.inner.trees["momentum_buffer"][name], buffer)
 
 
 RULES: dict[str, Any] = {

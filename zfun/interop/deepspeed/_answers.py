@@ -110,14 +110,16 @@ _VALUES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "has_moe_layers": (lambda e: False, "use zfun.experts"),
     "mp_world_size": (lambda e: 1, "train a loss of zf.tensor_parallel()"),
 }
+# Methods that ask for what a configuration cannot have.
+_NEVER = (
+    "autotuning_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled "
+    "random_ltd_enabled zero_legacy_stage1"
+)
 # By method. Ranks have no part of a sequence each, and norms are those before clipping.
 _METHODS: Mapping[str, Callable[[Any], Any]] = {
-    "autotuning_enabled": lambda e: False,
+    **dict.fromkeys(_NEVER.split(), lambda e: False),
     "checkpoint_tag_validation_enabled": lambda e: _tags(e) != "ignore",
     "checkpoint_tag_validation_fail": lambda e: _tags(e) == "fail",
-    "curriculum_learning_enabled": lambda e: False,
-    "data_efficiency_enabled": lambda e: False,
-    "data_sampling_enabled": lambda e: False,
     "dataloader_drop_last": _given("dataloader_drop_last", False),
     "dump_state": _given("dump_state", False),
     "dynamic_loss_scale": lambda e: not e._settings.values["fp16.loss_scale"],
@@ -138,13 +140,11 @@ _METHODS: Mapping[str, Callable[[Any], Any]] = {
     "loss_scale": lambda e: float(e._settings.values["fp16.loss_scale"]),
     "optimizer_name": _optimizer_name,
     "postscale_gradients": lambda e: not e._settings.given.get("prescale_gradients", False),
-    "random_ltd_enabled": lambda e: False,
     "scheduler_name": _given("scheduler.type", None),
     "train_batch_size": lambda e: batch_of(e).train,
     "train_micro_batch_size_per_gpu": lambda e: batch_of(e).micro,
     "use_node_local_storage": _given("checkpoint.use_node_local_storage", False),
     "zero_cpu_offload": _offloads_to_cpu,
-    "zero_legacy_stage1": lambda e: False,
     "zero_optimization": lambda e: e._settings.recipe.stage > 0,
     "zero_optimization_partition_gradients": lambda e: e._settings.recipe.stage >= 2,
     "zero_optimization_partition_weights": lambda e: e._settings.recipe.stage == 3,

@@ -174,8 +174,8 @@ class SavedEngine(nn.Module):
         step_size = self._settings.recipe.num_micro_batches
         self.micro_steps = self.micro_steps // step_size * step_size
         if not load_module_only:
-            for counter in _COUNTERS:
-                setattr(self, counter, data.get("counters", {}).get(counter, 0))
+            for counter in data.get("counters", {}).keys() & set(_COUNTERS):
+                setattr(self, counter, data["counters"][counter])
             if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
                 scheduler.load_state_dict(data["lr_scheduler"])
         # A scheduler of DeepSpeed writes rates where its own state is loaded.

@@ -108,7 +108,8 @@ def set_aside(path: str, *, is_old: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not Path(path).exists():
+        if not (Path(path).is_file() or zcheckpoint.steps(path)):
+            _remove(Path(path))
             aside.rename(path)
         raise
     _remove(aside)

@@ -24,7 +24,7 @@ from zfun.interop.lightning._options import dtype_of
 from zfun.optim import Schedule
 from zfun.options import DECAY, takes
 
-# What a GradScaler has that nobody has given numbers.
+# The numbers of a GradScaler that was made without arguments.
 _GRAD_SCALER = {
     "scale": 2.0**16,
     "growth_factor": 2.0,
