@@ -147,10 +147,11 @@ class Executor:
         for params in self._params:
             params.leave_views()
 
-    def open(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor]:
+    def open(self, bucket: int, views: Sequence[Tensor], *, again: bool = False) -> list[Tensor]:
         """Put a bucket node behind views; return the views that the loss may use."""
         tape = None if self.tape is None else self.tape()
-        return self.reducer.open(bucket, views, self.contribute if tape is None else tape.receive)
+        receive = self.contribute if tape is None else tape.receive
+        return self.reducer.open(bucket, views, receive, again=again)
 
     def begin_backward(self, roots: Sequence[Tensor], scale: Callable[[], float | Tensor]) -> None:
         """Backward begins at these outputs; gradients will be multiplied with a factor."""

@@ -17,6 +17,12 @@ A bucket may be opened more than once in a forward pass, when the bucket is rele
 The gradient is then the sum over the nodes in the order of backward, leaf by leaf in the dtype of
 autograd, as autograd adds gradients within a node. The reducer casts and averages once, after the
 last node, so that one node or three give the same bits.
+
+[Note: reads in backward]
+Backward runs code of the loss again: a recomputed block, or a custom function that calls a module
+again and differentiates with respect to a tensor that forward has saved. What this code reads must
+be an output of the same node. So the node of a gathered bucket saves its outputs, without their
+memory, and ``reopen`` gives these outputs to other views.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +49,9 @@ MAX_IN_FLIGHT = 2
 
 # Before everything but the accumulation of gradients.
 _FIRST = 2**63 - 1
+
+# Whether autograd takes hooks of saved tensors, as it does outside of torch.func.
+_takes_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # pyrefly: ignore[missing-attribute]
 
 Receive: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]
 
@@ -107,13 +117,16 @@ class GradReducer:
         self._next = count - 1
         self._results: list[Any] = [None] * count
 
-    def open(self, bucket: int, views: Sequence[Tensor], receive: Receive) -> list[Tensor]:
+    def open(
+        self, bucket: int, views: Sequence[Tensor], receive: Receive, *, again: bool
+    ) -> list[Tensor]:
         """Put a node behind the views of a bucket; nobody else may hold these views.
 
         Args:
             bucket: index of the bucket.
             views: the leaves of the bucket.
             receive: called with the bucket and the gradients when the node fires.
+            again: whether :meth:`reopen` may be called; see [Note: reads in backward].
 
         Returns:
             The views that the loss may use.
@@ -121,7 +134,13 @@ class GradReducer:
         anchor = torch.empty(0, device=self.layout.device, requires_grad=True)
         self.anchors.append(anchor)
         self._opened[bucket] += 1
-        outputs = list(_BucketNode.apply(anchor, receive, bucket, list(views)))
+        if again := again and _takes_hooks():
+            torch._C._autograd._push_saved_tensors_default_hooks(id, _next_view)
+        try:
+            outputs = list(_BucketNode.apply(anchor, receive, bucket, list(views), again))
+        finally:
+            if again:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
         node = outputs[0].grad_fn
         if node is not None:
             # Autograd runs ready nodes from the last made to the first. The nodes of whole
@@ -131,6 +150,19 @@ class GradReducer:
             # Weak, because the node has the call, which ends with the graph.
             self._nodes[bucket].append(weakref.ref(node))
         return outputs
+
+    def reopen(self, bucket: int, views: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return views as the outputs of the first node of a bucket, unless the node is gone."""
+        node: Any = self._nodes[bucket][0]() if self._nodes and self._nodes[bucket] else None
+        if node is None:
+            return None
+        token = _reopened.set(list(reversed(views)))
+        try:
+            return list(node.saved_tensors) or None
+        except RuntimeError:  # The node has run, and autograd has freed what it saved.
+            return None
+        finally:
+            _reopened.reset(token)
 
     def add_onto(self, buffers: Sequence[Any]) -> bool:
         """Add the gradients to these buffers, if they stay where backward puts them."""
@@ -168,6 +200,14 @@ class GradReducer:
 
     def add(self, bucket: int, grads: Sequence[Tensor | None]) -> bool:
         """Add the gradients of one of a bucket's nodes; return whether the bucket is complete."""
+        if bucket > self._next or self._ready[bucket] is not None:
+            path = self.layout.leaves[self.layout.buckets[bucket].leaves[0]].path
+            raise ZfunError(
+                "a custom function of the loss returns gradients, and runs no backward() over "
+                f"parameters; got gradients of the bucket of leaf {path!r} after these were "
+                "complete; let its backward pass return what torch.autograd.grad() gives",
+                leaf=path,
+            )
         self._fired[bucket] += 1
         before = self._sums[bucket]
         self._sums[bucket] = (
@@ -309,12 +349,21 @@ def _rounded(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad if torch.promote_types(grad.dtype, dtype) == dtype else grad.to(dtype)
 
 
+_reopened: ContextVar[list[Tensor]] = ContextVar("zfun_reopened")
+
+
+def _next_view(packed: int) -> Tensor:
+    """Return the view that a saved output of a bucket node becomes."""
+    del packed
+    return _reopened.get().pop()
+
+
 class _BucketNode(torch.autograd.Function):
     """Views forward, the executor of the call backward."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, anchor: Tensor, receive: Receive, bucket: int, views: list[Tensor]
+        ctx: Any, anchor: Tensor, receive: Receive, bucket: int, views: list[Tensor], again: bool
     ) -> tuple[Tensor, ...]:
         # No setup_context(), because torch would look up the signature at every call.
         del anchor
@@ -323,6 +372,8 @@ class _BucketNode(torch.autograd.Function):
         # Integer leaves (buffers of a model, say) have no gradient, and buckets of their own.
         if not (views[0].is_floating_point() or views[0].is_complex()):
             ctx.mark_non_differentiable(*views)
+        elif again:
+            ctx.save_for_backward(*views)
         return tuple(views)
 
     @staticmethod
@@ -333,7 +384,7 @@ class _BucketNode(torch.autograd.Function):
                 ctx.receive(ctx.bucket, grads)
         else:
             ctx.receive(ctx.bucket, grads)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 def is_bucket_view(node: Any) -> bool:

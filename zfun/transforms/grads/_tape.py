@@ -15,7 +15,8 @@ frees the buckets.
 
 A checkpoint with ``use_reentrant=True`` runs a backward pass inside of backward, so bucket nodes
 run several times. Such a block reads parameters without gradients in forward; the buckets that a
-call has read so are *late*, and are complete at the end of the pass only.
+call has read so are *late*, and are complete at the end of the pass only. A bucket whose node runs
+in any other pass inside of the pass is late from then on.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class Tape:
         self._start, self._end = start, end
         self._executor: Executor | None = None
         self._keeps_graph = False
+        # Autograd's number of the pass that runs.
+        self._task = -1
         self._dropped: Any = None
         # Weak, because the graph of the outputs keeps this object.
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -117,7 +120,7 @@ class Tape:
         if not at_bucket and not executor.reducer.will_run():
             return
         self.check(self)
-        self.is_running = True
+        self.is_running, self._task = True, torch._C._current_graph_task_id()
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._start(self)
         if not (at_bucket and executor.reducer.late):
@@ -135,6 +138,8 @@ class Tape:
                 grad if grad is None or path not in self.hooked else self.hook(path, grad)
                 for path, grad in zip(paths, grads, strict=True)
             ]
+        if torch._C._current_graph_task_id() != self._task:
+            self._executor.reducer.late.add(bucket)
         self._executor.contribute(bucket, grads)
 
     def finish(self) -> None:

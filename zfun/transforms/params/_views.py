@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,18 +57,18 @@ class BucketViews:
 
     def _with_gradient(self, bucket: int, views: list[Tensor], in_forward: bool) -> list[Tensor]:
         executor = self._executor
-        # In backward only recomputation (activation checkpointing) comes here.
-        if executor is not None and (in_forward or bucket in executor.reducer.late):
-            outputs = self._released.pop(bucket, None)
-            if outputs is not None:
+        if executor is not None:
+            if in_forward and (outputs := self._released.pop(bucket, None)) is not None:
                 for output, view in zip(outputs, views, strict=True):
                     output.data = view
                 return outputs
-            if torch.is_grad_enabled():
-                return executor.open(bucket, views)
-            # The first use of a bucket may need no gradient, but later ones need the node.
-            with torch.enable_grad():
-                return executor.open(bucket, views)
+            # In backward code of the loss runs again; see [Note: reads in backward].
+            if not in_forward and (again := executor.reducer.reopen(bucket, views)) is not None:
+                return again
+            if in_forward or bucket in executor.reducer.late:
+                # The first use of a bucket may need no gradient, but later ones need the node.
+                with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+                    return executor.open(bucket, views, again=True)
         # The views require a gradient, so that the second run saves the same tensors as the first;
         # no backward runs through these views.
         return [
