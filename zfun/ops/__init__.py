@@ -34,7 +34,7 @@ from zfun.ops._ravel import ravel, ravel_into, unravel
 from zfun.ops._steps import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, scale_into
 from zfun.ops._sums import sum_in_rank_order
 from zfun.ops._table import AddressTable
-from zfun.ops._tensors import is_abstract, is_capturing, uncompiled, use, wide
+from zfun.ops._tensors import apart, is_abstract, is_capturing, uncompiled, use, wide
 
 __all__ = [
     "AdagradRule",
@@ -43,6 +43,7 @@ __all__ = [
     "LambRule",
     "LionRule",
     "SgdRule",
+    "apart",
     "dequantise",
     "fake_mode",
     "fingerprint",

@@ -72,6 +72,16 @@ def is_abstract(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
+def apart(x: Tensor) -> Tensor:
+    """Return the same memory as a tensor whose storage has nothing else.
+
+    Libraries that save a tensor of a buffer would save the buffer, or refuse it.
+    """
+    if is_abstract(x):
+        return x
+    return torch._C._from_dlpack(torch._C._to_dlpack(x.detach()))
+
+
 def compiled() -> bool:
     """Whether compiled kernels may run now.
 

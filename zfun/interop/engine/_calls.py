@@ -15,6 +15,7 @@ import torch
 from zfun.collectives import Group
 from zfun.evaluation import evaluate
 from zfun.interop.engine._live import LiveModule
+from zfun.interop.engine._values import EngineBuffers
 from zfun.recipes import Precision, Zero, ZeroState
 from zfun.transforms import Tape, cast
 
@@ -30,9 +31,16 @@ class Calls:
     """
 
     def __init__(
-        self, live: LiveModule, group: Group, precision: Precision, *, is_sharded: bool
+        self,
+        live: LiveModule,
+        buffers: EngineBuffers,
+        group: Group,
+        precision: Precision,
+        *,
+        is_sharded: bool,
     ) -> None:
         self._live, self._group, self._is_sharded = live, group, is_sharded
+        self._buffers = buffers
         self._dtype = dtype = precision.compute
         # Whether the module's own parameters are those with which it computes.
         self._is_plain = not is_sharded and dtype in (None, precision.param)
@@ -59,6 +67,7 @@ class Calls:
         self, recipe: Zero, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Tape]:
         """Run a function in training; return the result and the tape."""
+        self._buffers.look(trains=True)
         key = _key_of(fn)
         within = self._functions.pop(key, None) or self._function()
         self._functions[key] = within
@@ -75,9 +84,13 @@ class Calls:
     def evaluate(self, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function without gradients."""
         call = (fn, args, kwargs)
+        self._buffers.look(trains=False)
         if self._is_plain:
-            return self._run({}, call)
-        return self._evaluation(state, call) if self._uneven is None else self._uneven(call)
+            out = self._run({}, call)
+        else:
+            out = self._evaluation(state, call) if self._uneven is None else self._uneven(call)
+        self._buffers.leave()
+        return out
 
     def _cast(self, within: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Let a function compute in the dtype of training, where the recipe casts."""

@@ -171,8 +171,8 @@ class Engine(Passes):
         self._buffers = EngineBuffers(module, buffers, self._group, init, given, spread, own)
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra, hides=self._is_sharded)
-        how = Precision() if own is None else own.precision
-        self._calls = Calls(self._live, self._group, how, is_sharded=self._is_sharded)
+        call = self._live, self._buffers, self._group, Precision() if own is None else own.precision
+        self._calls = Calls(*call, is_sharded=self._is_sharded)
         self._tapes: list[weakref.ref[Tape]] = []
         if self._is_sharded:
             self._hide()
@@ -413,8 +413,8 @@ class Engine(Passes):
             )
         if not (self.is_boundary if boundary is None else boundary):
             return None
-        self._check_step()
-        found, loss, told = self._collected()
+        self._prepare_step()
+        found, loss, told = self._collected(self._alike())
         if found is None:
             return None
         self._end_calls()  # other ranks may wait for windows of calls without a backward pass
@@ -428,7 +428,7 @@ class Engine(Passes):
             batch: for that loss, such as one of :func:`zfun.pipeline`.
         """
         self.prepare()
-        self._check_step()
+        self._prepare_step()
         return self._stepped(lambda state: self.recipe.step(state, batch), self._buffers.changes)
 
     def load_optimizer_state(self, given: Mapping[str, Any], *, whole: bool = False) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +12,17 @@ import torch
 from torch import Tensor
 
 from zfun import stores, tree
-from zfun.collectives import Group, all_reduce, sum_group
+from zfun.collectives import Group, all_reduce, gather_json, sum_group
 from zfun.errors import OptionError
 from zfun.flat import Flat, leaf_spans, ravel
 from zfun.placement import P, S
 from zfun.reductions import global_norm
 from zfun.transforms import add_grads, redistribute, scale_grads
+
+# The bits of a digest of what ranks must have alike.
+_BITS = 16
+BUFFER = "buffer "
+"""Before the name of a buffer among the numbers that ranks have alike."""
 
 
 class Told(NamedTuple):
@@ -105,13 +112,24 @@ class GradSum:
     def _weighted(self, grads: Any, pair: Tensor) -> Any:
         return scale_grads(grads, float(all_reduce(pair, self._mesh)[1]))
 
-    def told(self, flags: Sequence[bool]) -> Told:
-        """Send losses and flags to all ranks; every rank must call."""
+    def told(self, flags: Sequence[bool], alike: Mapping[str, float] | None = None) -> Told:
+        """Send losses and flags to all ranks; every rank must call.
+
+        Args:
+            flags: of this rank.
+            alike: numbers of which ranks must have the same.
+        """
         device = self._pairs[0].device if self._pairs else None
-        sent = torch.cat([*self._pairs, torch.tensor([*map(float, flags)], device=device)])
-        summed = all_reduce(sent, self._mesh)
+        bits = [] if alike is None or self._mesh.size == 1 else _bits(alike)
+        told = torch.tensor([*map(float, flags), *bits], device=device)
+        summed = all_reduce(torch.cat([*self._pairs, told]), self._mesh)
         first = 2 * len(self._pairs)
-        return Told(summed[:first].view(-1, 2), [x > 0 for x in summed[first:].tolist()])
+        found = [x > 0 for x in summed[first:].tolist()]
+        # Some rank has the bit, and some rank has not.
+        ones, zeros = found[len(flags) :][:_BITS], found[len(flags) :][_BITS:]
+        if alike is not None and any(map(operator.and_, ones, zeros)):
+            _check_alike(alike, self._mesh)
+        return Told(summed[:first].view(-1, 2), found[: len(flags)])
 
     def add_strays(self, strays: Mapping[str, Tensor], params: Flat, *, divided: bool) -> None:
         """Add gradients that backward has left in tensors of this rank; every rank must call.
@@ -229,6 +247,37 @@ class GradSum:
             self.grads = scale_grads(self.grads, factor / self._factor)
         self._factor = factor
         return self.grads, loss
+
+
+def _bits(alike: Mapping[str, float]) -> list[int]:
+    """Return the bits of a digest, and those of the complement."""
+    digest = zlib.crc32(repr(sorted(alike.items())).encode())
+    bits = [digest >> i & 1 for i in range(_BITS)]
+    return [*bits, *(1 - bit for bit in bits)]
+
+
+def _check_alike(alike: Mapping[str, float], mesh: Group) -> None:
+    """Refuse numbers that differ between ranks, and name the first; every rank must call."""
+    found = gather_json(dict(alike), mesh, "numbers of a step")
+    for name in sorted({name for values in found for name in values}):
+        values = [values.get(name) for values in found]
+        rank = next((rank for rank, x in enumerate(values) if x != values[0]), None)
+        if rank is None:
+            continue
+        if name.startswith(BUFFER):
+            raise OptionError(
+                "the ranks of a step have the same buffers; got another value of buffer "
+                f"{name.removeprefix(BUFFER)!r} on rank {rank} than on rank 0, which code has "
+                "written since the last step, outside of forward; write the same value on all "
+                "ranks, or write in forward, or pass buffers='by rank'",
+                rank=rank,
+            )
+        raise OptionError(
+            f"all ranks step with the same numbers of the optimizer; got {name} {values[rank]} on "
+            f"rank {rank}, and {values[0]} on rank 0; give a scheduler a value that all ranks "
+            "have, such as a mean over the ranks",
+            rank=rank,
+        )
 
 
 def _spoiled(grads: Flat) -> Flat:

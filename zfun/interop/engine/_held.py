@@ -18,6 +18,7 @@ from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_leaves, with_values
 from zfun.interop.engine._calls import Calls
+from zfun.interop.engine._grad_sum import BUFFER
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._torch_states import torch_state
@@ -350,6 +351,11 @@ class HeldModule:
     def hyperparams(self) -> dict[str, float]:
         """The numbers of :func:`zfun.optim.inject_hyperparams` in the state, by name."""
         return optim.hyperparams(self._state)
+
+    def _alike(self) -> dict[str, float]:
+        """Return the numbers of a step of which all ranks must have the same."""
+        written = {f"{BUFFER}{name}": x for name, x in self._buffers.written.items()}
+        return {**self.hyperparams, **written}
 
     def set_hyperparams(self, **values: float) -> None:
         """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""

@@ -106,8 +106,7 @@ class LiveModule:
         self._params, self._shown = dict(params), {**params, **extra}
         # Whole ones too, such as quantised weights.
         self.known = {id(param): param for param in module.parameters()}
-        self._methods = {"zero_grad"}
-        self._quiet, self._hidden = set[str](), set[str]()
+        self._methods, self._quiet, self._hidden = {"zero_grad"}, set[str](), set[str]()
         self._versions: dict[str, int] = {}
         self._watched = WatchedValues()
         self._aliases: dict[str, list[weakref.ref[Any]]] = {}
@@ -320,8 +319,9 @@ class LiveModule:
         self._hidden -= values.keys()
         with torch._C.DisableTorchFunctionSubclass():
             for name, param in self._shown.items():
-                if name in values:
-                    param.data = values[name]
+                if (new := values.get(name)) is not None:
+                    if param.data_ptr() != new.data_ptr() or param.dtype != new.dtype:
+                        param.data = ops.apart(new)
                     self._versions[name] = param._version
 
     def expose(self, values: Mapping[str, Tensor]) -> None:

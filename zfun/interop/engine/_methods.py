@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from zfun import ops
@@ -147,4 +147,37 @@ class CompiledForward:
     # As for other methods of live modules.
     of_copy = LiveMethod.of_copy
     __deepcopy__ = LiveMethod.__deepcopy__
+    __reduce__ = LiveMethod.__reduce__
+
+
+class NormForward:
+    """The ``forward`` of a batch norm with narrow parameters, whose statistics stay wide.
+
+    torch's kernels take statistics of the dtype of the parameters alone. So a call has rounded
+    ones, the numbers of a module that was cast as a whole, as by DeepSpeed.
+    """
+
+    def __init__(self, norm: Any, own: Any) -> None:
+        self.own, self._norm = own, norm
+
+    @ops.uncompiled
+    def __call__(self, x: Tensor) -> Tensor:
+        norm, held = self._norm, self._norm._buffers
+        wide = {name: held[name] for name in ("running_mean", "running_var")}
+        if not x.dtype == norm.weight.dtype != norm.running_mean.dtype:
+            return self.own(x)
+        try:
+            held |= {name: buffer.to(x.dtype) for name, buffer in wide.items()}
+            out = self.own(x)
+            for name, buffer in wide.items() if norm.training else ():
+                buffer.copy_(held[name])
+            return out
+        finally:
+            held |= wide
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copy of the module, which has narrow parameters too."""
+        own = LiveMethod.__deepcopy__(self, memo)  # pyrefly: ignore[bad-argument-type]
+        return NormForward(memo.get(id(self._norm), self._norm), own)
+
     __reduce__ = LiveMethod.__reduce__

@@ -184,11 +184,11 @@ class Passes(HeldModule):
         is_assigned = not (self._sum.num_passes or self._defers) and self.has_grads
         return self._is_boundary or is_assigned
 
-    def _collected(self) -> tuple[Flat, Tensor, Told]:
-        """Return the gradients and the loss of the step, and what else ranks have told."""
+    def _collected(self, alike: Mapping[str, float] | None = None) -> tuple[Flat, Tensor, Told]:
+        """Return gradients and loss of a step, and what ranks tell; ``alike`` must be the same."""
         strays = self._strays()
         # One message tells the losses, and whether any rank has stray gradients or new buffers.
-        told = self._sum.told([bool(strays), *self._buffers.changed()])
+        told = self._sum.told([bool(strays), *self._buffers.changed()], alike)
         if told.flags[0]:
             divided = bool(self._shown)
             self._sum.add_strays(strays, self._state.params, divided=divided)
@@ -265,25 +265,25 @@ class Passes(HeldModule):
                 found[name] = -value if now is None else now - value
         return found
 
-    def _check_step(self) -> None:
+    def _prepare_step(self) -> None:
+        """Check what a step needs, and take the numbers that the groups have now."""
         self._check_same()
         self._live.check_unwritten()
         self._check_here("a step", "parameters", "the optimizer's state")
         self._check_writable("a step")
         if self._groups is not None:
             self._groups.stepping()
+            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
+            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
+            self._state = self._state._replace(opt_state=opt_state)
 
     def _stepped(
         self, step: Callable[[ZeroState], Any], new_buffers: Callable[[], Sequence[bool]]
     ) -> StepInfo:
-        """Step with the numbers that the groups have now, and begin the calls of the next step.
+        """Step, and begin the calls of the next step.
 
         ``new_buffers`` tells after the step which buffers any rank has changed.
         """
-        if self._groups is not None:
-            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
-            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
-            self._state = self._state._replace(opt_state=opt_state)
         self._state, info = step(self._state)
         self._buffers.merge(new_buffers())
         self.grad_norm = float(info.grad_norm)

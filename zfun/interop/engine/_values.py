@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -18,8 +18,9 @@ from zfun.collectives import Group, all_reduce, broadcast, sum_group
 from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
-from zfun.interop.engine._methods import LiveMethod
+from zfun.interop.engine._methods import NormForward
 from zfun.interop.engine._parameter import ON_NODES, refuse_hook
+from zfun.interop.engine._watched import checksum
 from zfun.layout import layout_of
 from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
 from zfun.placement import Cut, Held
@@ -135,6 +136,13 @@ class EngineBuffers:
             )
         self._module, self._rule, self._group, self._spread = module, rule, group, spread
         self._seen: dict[str, tuple[int, int]] = {}
+        # Whether each step asks what code has written between the last step and the first call of
+        # this one, because under DDP that call has the buffers of rank 0; and whether to look now.
+        self._asks = rule == "rank 0" and sum_group(group).size > 1
+        self._looks = False
+        # The checksums of these buffers, and the marks of all after the last call.
+        self.written: dict[str, int] = {}
+        self._marks: dict[str, tuple[int, int]] = {}
         self._norms: list[nn.Module] = []
         if options is not None and policy_of(options.precision).compute is not None:
             norms = [part for part in module.modules() if isinstance(part, _NormBase)]
@@ -154,7 +162,7 @@ class EngineBuffers:
                     named[name].copy_(value)
             else:
                 check_agreement(named, ranks)
-        self.refresh()
+        self._begin()
 
     def release(self) -> None:
         """Let the module be a plain one."""
@@ -179,6 +187,35 @@ class EngineBuffers:
             for name, x in self._module.named_buffers()
         ]
 
+    def look(self, *, trains: bool) -> None:
+        """Before a call, look whether code has written buffers outside of calls."""
+        if self._looks:
+            for name, x in self._held():
+                if self._marks.get(name) != _mark(x):
+                    self.written[name] = checksum(x)
+            self._looks = not trains
+
+    def leave(self) -> None:
+        """After a call, know what the call has written."""
+        if self._looks:
+            self._marks = {name: _mark(x) for name, x in self._held()}
+
+    def _begin(self) -> None:
+        """Begin the calls of a step."""
+        self.refresh()
+        self.written, self._looks = dict[str, int](), self._asks
+        self._parts = [
+            (f"{prefix}." if prefix else "", part._buffers)
+            for prefix, part in (self._module.named_modules() if self._asks else ())
+            if part._buffers
+        ]
+        self.leave()
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the parts with buffers have; to walk through all parts takes longer."""
+        for prefix, held in self._parts:
+            yield from ((prefix + key, x) for key, x in held.items() if x is not None)
+
     def changes(self) -> list[bool]:
         """Return for each buffer whether any rank may have changed it; every rank must call."""
         own, ranks = self.changed(), sum_group(self._group)
@@ -191,7 +228,7 @@ class EngineBuffers:
         """Merge the buffers that any rank has changed; every rank must call."""
         ranks = sum_group(self._group)
         if ranks.size == 1 or self._rule == "by rank" or not any(changed):
-            self.refresh()
+            self._begin()
             return
         named = self.named()
         pairs = zip(named.items(), changed, strict=True)
@@ -203,7 +240,7 @@ class EngineBuffers:
         )
         for name, value in merged.items():
             named[name].copy_(value)
-        self.refresh()
+        self._begin()
 
     def refresh(self) -> None:
         """Let the buffers be views of one flat value."""
@@ -221,7 +258,7 @@ class EngineBuffers:
             own = (replace(slot, spread=self._spread) for slot in layout.leaves)
             self.flat = ravel(values, replace(layout, leaves=tuple(own)), self._group)
             for name, view in unravel(self.flat).items():
-                named[name].data = view
+                named[name].data = ops.apart(view)
         self._seen = {name: _mark(x) for name, x in named.items()}
 
     def take(self, flat: Flat | None) -> None:
@@ -237,44 +274,11 @@ class EngineBuffers:
             if name in own:
                 own[name].copy_(value)
         self.flat = None
-        self.refresh()
+        self._begin()
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
     return id(buffer), buffer._version
-
-
-class NormForward:
-    """The ``forward`` of a batch norm with narrow parameters, whose statistics stay wide.
-
-    torch's kernels take statistics of the dtype of the parameters alone. So a call has rounded
-    ones, the numbers of a module that was cast as a whole, as by DeepSpeed.
-    """
-
-    def __init__(self, norm: Any, own: Any) -> None:
-        self.own, self._norm = own, norm
-
-    @ops.uncompiled
-    def __call__(self, x: Tensor) -> Tensor:
-        norm, held = self._norm, self._norm._buffers
-        wide = {name: held[name] for name in ("running_mean", "running_var")}
-        if not x.dtype == norm.weight.dtype != norm.running_mean.dtype:
-            return self.own(x)
-        try:
-            held |= {name: buffer.to(x.dtype) for name, buffer in wide.items()}
-            out = self.own(x)
-            for name, buffer in wide.items() if norm.training else ():
-                buffer.copy_(held[name])
-            return out
-        finally:
-            held |= wide
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the method of the copy of the module, which has narrow parameters too."""
-        own = LiveMethod.__deepcopy__(self, memo)  # pyrefly: ignore[bad-argument-type]
-        return NormForward(memo.get(id(self._norm), self._norm), own)
-
-    __reduce__ = LiveMethod.__reduce__
 
 
 def carried(old: ZeroState, new: ZeroState) -> ZeroState:
