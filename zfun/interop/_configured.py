@@ -112,24 +112,46 @@ def check_made_anew(optimizer: Any, group: Mapping[str, Any]) -> None:
     cls, (make, options) = class_of(optimizer), rule_of(optimizer, group)
     if getattr(make, "func", None) is not optim.from_torch:
         return
-    make(**options)  # refuses a class or options with which no step runs
+    optim.from_torch(cls, **options)  # refuses a class or options with which no step runs
     if "lr" in options:
         options["lr"] = _RATE  # at a rate of 0 nothing is seen
     made: Any = cls([torch.nn.Parameter(torch.zeros(1))], **options)
-    rule = "an engine makes the optimizer anew in each step, from the options of its group; got "
     own, new = {**vars(optimizer), **options}, {**vars(made), **made.param_groups[0]}
-    for name in new.keys() & own.keys() - _BOOKKEEPING:
-        if isinstance(new[name], _PLAIN) and not _is_same(new[name], own[name]):
-            raise OptionError(
-                f"{rule}{cls.__name__} with {name} {shown(own[name])}, and made anew "
-                f"{shown(new[name])}; let the constructor keep options in the group, as they are"
-            )
+    if any(
+        isinstance(new[name], _PLAIN) and not _is_same(new[name], own[name])
+        for name in new.keys() & own.keys() - _BOOKKEEPING
+    ):
+        optimizer.torch_class = cls = _restored(cls, vars(optimizer))
     others = {name: x for name, x in group.items() if name not in {"params", *options}}
     if read := optim.of_torch.keys_that_steps_read(cls, options, others):
         raise OptionError(
-            f"{rule}a group with {read[0]!r}, which a step of {cls.__name__} reads, and the "
-            "constructor does not take; make it an option of the constructor"
+            "an engine makes the optimizer anew in each step, from the options of its group; got a "
+            f"group with {read[0]!r}, which a step of {cls.__name__} reads, and the constructor "
+            "does not take; make it an option of the constructor"
         )
+
+
+def _restored(
+    cls: type[torch.optim.Optimizer], attributes: Mapping[str, Any]
+) -> type[torch.optim.Optimizer]:
+    """Return a class whose optimizers have plain attributes as they are, and options as given.
+
+    A constructor may keep the first rate, or change an option by another one.
+    """
+    kept = {
+        name: x
+        for name, x in attributes.items()
+        if isinstance(x, _PLAIN) and name not in _BOOKKEEPING
+    }
+
+    @functools.wraps(cls.__init__)
+    def init(self: Any, params: Any, **options: Any) -> None:
+        cls.__init__(self, params, **options)
+        vars(self).update(kept)
+        for group in self.param_groups:
+            group.update({name: x for name, x in options.items() if name in group})
+
+    return type(cls.__name__, (cls,), {"__init__": init})
 
 
 def flags_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
