@@ -18,7 +18,6 @@ from zfun.errors import NotElementwiseError, OptionError
 from zfun.interop import ds_config
 from zfun.interop.ds_config._optimizers import own_rates
 from zfun.interop.ds_config._recipe import options_of
-from zfun.options import shown
 
 Rule: TypeAlias = tuple[Callable[..., optim.Optimizer], dict[str, Any]]
 """A function that makes an optimizer, and the options."""
