@@ -34,7 +34,7 @@ from zfun.interop.engine._parameter import LiveParameter, attributes_of
 from zfun.interop.engine._reads import IS_PARAM, LiveParameters, check_code
 from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
 from zfun.transforms import Tape
-from zfun.transforms.call._lazy import LazyLeaf, tensor_of
+from zfun.transforms.call._lazy import LazyLeaf, is_closed, tensor_of
 
 # A call with reentrant checkpoints, whose results may be gone, is remembered until the step.
 _MAX_CALLS = 64
@@ -223,9 +223,9 @@ class LiveModule:
         # Dynamo, which traces this before any backward pass, does not know the task.
         if tensors is None and self.kept is not None and torch._C._current_graph_task_id() != -1:
             tensors = self.kept
-        if tensors is None or name is None:
+        # A hook may run the module for a call of which nothing is left.
+        if tensors is None or name is None or is_closed(value := tensors[name]):
             return param
-        value = tensors[name]
         return self.read(name, tensor_of(value) if type(value) is LazyLeaf else value)
 
     def outside(self, param: Tensor, name: str) -> Tensor:
@@ -286,8 +286,7 @@ class LiveModule:
     @property
     def is_special(self) -> bool:
         """Whether a read of the call that runs needs more than the tensor."""
-        is_marked = self._quiet or self.marks or self._sums is not None
-        return bool(is_marked) or not torch.is_grad_enabled()
+        return any((self._quiet, self.marks, self._sums is not None, not torch.is_grad_enabled()))
 
     @property
     def owner(self) -> Any:

@@ -345,8 +345,8 @@ def _refuse_hidden(value: Any, name: str) -> None:
     if value._live.is_hidden(path):
         raise PlacementError(
             f"a parameter of stage 3 has no memory of its own; got {name}() of leaf {path!r} "
-            "outside of a call; read the attribute of the module inside of forward or "
-            "engine.run(), where it is a plain tensor",
+            "outside of a call, or of an item of parameters() in an autograd.Function; read the "
+            "attribute of the module inside of forward or engine.run(), where it is a plain tensor",
             leaf=path,
         )
 

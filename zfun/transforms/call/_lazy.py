@@ -194,6 +194,11 @@ def _closed(leaf: LazyLeaf) -> Tensor:
     )
 
 
+def is_closed(value: Any) -> bool:
+    """Whether a value is a lazy leaf whose call has ended."""
+    return type(value) is LazyLeaf and value.source.load is _closed
+
+
 def is_held(tensors: Sequence[Tensor]) -> bool:
     """Whether an object other than the list refers to one of these tensors, in Python or C++."""
     usual = max(map(sys.getrefcount, [object()]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,3 +173,47 @@ def test_backward_of_a_function_calls_a_closure(function: Any, size: int) -> Non
     plain(batch).square().mean().backward()
     for found in zf.simulate(size, main):
         torch.testing.assert_close(found, {k: x.grad for k, x in plain.named_parameters()})
+
+
+def cached(net: Any, x: Tensor) -> Tensor:
+    """A loss of all rows whose gradients come later, in parts, as GradCache does."""
+    parts = x.split(2)
+    with torch.no_grad():
+        rows = [net(part).requires_grad_() for part in parts]
+    with torch.enable_grad():
+        loss = torch.cat(rows).logsumexp(0).sum() ** 2
+        grads = torch.autograd.grad(loss, rows)
+
+    def backward(grad: Tensor) -> None:
+        with torch.enable_grad():
+            for part, own in zip(parts, grads, strict=True):
+                torch.autograd.backward(net(part), own * grad)
+
+    loss = loss.detach().requires_grad_()
+    loss.register_hook(backward)
+    return loss
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("is_call", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_hook_of_the_loss_calls_the_module(stage: int, is_call: bool, size: int) -> None:
+    """At stage 3 such a call had ended, and its parameters were refused."""
+    first = Model(Residual, calls=True).net
+    plain = copy.deepcopy(first)
+    optimizer = torch.optim.Adam(plain.parameters(), 0.05)
+    for x in batches():
+        optimizer.zero_grad()
+        cached(plain, x).backward()
+        optimizer.step()
+
+    def main(group: zf.Group) -> Any:
+        model = copy.deepcopy(first)
+        engine = Engine(model, torch.optim.Adam(model.parameters(), 0.05), zero=stage, group=group)
+        for x in batches():
+            engine.backward(engine.run(cached, model, x) if is_call else cached(model, x))
+            engine.step()
+        return model.state_dict()
+
+    for found in zf.simulate(size, main):
+        torch.testing.assert_close(found, plain.state_dict())
