@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zfun import tree
+from zfun import stores, tree
 from zfun.collectives import agreement_group, barrier
 from zfun.errors import SpecMismatch
 from zfun.flat import Flat, flats, leaf_spans
@@ -92,12 +92,17 @@ def with_values(
 
 
 def with_leaves(state: ZeroState, leaves: Mapping[str, Tensor]) -> ZeroState:
-    """Return a state with whole values, by its own names, in the buffers of the old state."""
+    """Return a state with whole values, by its own names, in the buffers of the old state.
+
+    Master weights take values of more bits than the parameters have; see :func:`settle_masters`.
+    """
     ranks = agreement_group(state.params.group)
+    dtypes = {slot.path: slot.dtype for slot in state.params.layout.leaves}
+    wide = {name: x for name, x in leaves.items() if x.dtype != dtypes.get(name)}
     # Ranks of one host may share the buffers of whole parameters.
     barrier(ranks)
     for master in masters_of(state.opt_state):
-        write_leaves(master, leaves)
+        write_leaves(master, wide)
     params = write_leaves(state.params, leaves)
     frozen, buffers = (
         None if flat is None else write_leaves(flat, leaves)
@@ -105,6 +110,31 @@ def with_leaves(state: ZeroState, leaves: Mapping[str, Tensor]) -> ZeroState:
     )
     barrier(ranks)
     return state._replace(params=params, frozen=frozen, buffers=buffers)
+
+
+@torch.no_grad()
+def settle_masters(state: ZeroState, names: Collection[str]) -> None:
+    """Give master weights the values of leaves, but where they round to these; all ranks call.
+
+    So code may write the values that a parameter has, or write others for a while, as an average
+    for an evaluation, and no master weight is rounded.
+    """
+    masters = [*masters_of(state.opt_state)]
+    if not masters:
+        return
+    params, ranks = stores.resident(state.params), agreement_group(state.params.group)
+    spans = {span.path: span for span in leaf_spans(params)}
+    barrier(ranks)
+    for master in masters:
+        here, values = stores.resident(master), dict[str, Tensor]()
+        for span in leaf_spans(here):
+            if span.path in names and span.path in spans and span.start < span.stop:
+                own, wide = spans[span.path], here.buffers[span.bucket][span.start : span.stop]
+                first = own.start + span.first - own.first
+                new = params.buffers[own.bucket][first : first + len(wide)]
+                values[span.path] = torch.where(wide.to(new.dtype) == new, wide, new.to(wide.dtype))
+        write_leaves(master, values, local=True)
+    barrier(ranks)
 
 
 def masters_of(state: Any) -> Iterator[Flat]:

@@ -294,6 +294,7 @@ class Engine(Passes):
                 "requires_grad, or another group; make a new engine of the saved weights"
             )
         self.recipe = self._composed()
+        self._settle_masters()
         values = deferred_values(self._state, self._params, masters=True)
         self._state = carried(self._state, self.recipe.init(values))
         self._calls.reset()
@@ -375,8 +376,7 @@ class Engine(Passes):
             groups.go_back(held)
             return None
         self._begin()
-        # A load fills the buffers of the module in place.
-        buffers = {name: x.clone() for name, x in self._buffers.named().items()}
+        buffers = {name: x.clone() for name, x in self._buffers.named().items()}  # filled in place
         try:
             self.recipe = self._composed()
             self._state = self.recipe.init(deferred_values(self._state, self._params, masters=True))

@@ -187,7 +187,8 @@ class GradSum:
             return
         self.cut()
         self._overflowed = not math.isfinite(float(self.norm()))
-        self.grads = scale_grads(self.grads, 1.0 / self.scale)
+        # A scale is there because 16 bits do not hold the gradients without it.
+        self.grads = scale_grads(_wide(self.grads), 1.0 / self.scale)
         self._unscaled, self.scale = self.scale, 1.0
 
     def rescaled(self, grads: Flat) -> Flat:
@@ -278,6 +279,13 @@ def _check_alike(alike: Mapping[str, float], mesh: Group) -> None:
             "have, such as a mean over the ranks",
             rank=rank,
         )
+
+
+def _wide(grads: Flat) -> Flat:
+    """Return gradients in at least 32 bits."""
+    here = stores.resident(grads)
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in here.buffers]
+    return here.with_buffers(wide)
 
 
 def _spoiled(grads: Flat) -> Flat:

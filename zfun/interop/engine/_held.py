@@ -16,7 +16,14 @@ from zfun.collectives import Group, broadcast, sum_group
 from zfun.errors import OptionError
 from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
-from zfun.interop._named import named, state_dict_of, whole_by_bucket, with_leaves, with_values
+from zfun.interop._named import (
+    named,
+    settle_masters,
+    state_dict_of,
+    whole_by_bucket,
+    with_leaves,
+    with_values,
+)
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._grad_sum import BUFFER
 from zfun.interop.engine._groups import ParamGroups
@@ -56,11 +63,17 @@ class HeldModule:
     _is_averaged = False
     # The parts of the state that are in host memory for a while.
     _away: frozenset[str] = frozenset()
+    # The leaves that code has written, and master weights do not know of yet.
+    _written: frozenset[str] = frozenset()
 
     @property
     def state(self) -> ZeroState:
         """The state; assign to go on from another one."""
-        # The module may have assigned new ones.
+        self._settle_masters()
+        return self._shown_state()
+
+    def _shown_state(self) -> ZeroState:
+        # The module may have assigned new buffers.
         self._buffers.refresh()
         return self._state._replace(buffers=self._buffers.flat)
 
@@ -68,8 +81,14 @@ class HeldModule:
     def state(self, state: ZeroState) -> None:
         self._check_writable("another state")
         self._buffers.take(state.buffers)
-        self._state = state._replace(buffers=None)
+        self._state, self._written = state._replace(buffers=None), frozenset()
         self._show()
+
+    def _settle_masters(self) -> None:
+        """Let master weights know what code has written into parameters since the last step."""
+        if self._written:
+            settle_masters(self._state, self._written)
+            self._written = frozenset()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -215,6 +234,8 @@ class HeldModule:
             master: whether to return the master weight, if there is one.
         """
         self._check_here(f"a read of leaf {name!r}", "parameters")
+        if master:
+            self._settle_masters()
         return whole_values(self._state, {name}, masters=master)[name]
 
     def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
@@ -238,6 +259,7 @@ class HeldModule:
         self._live.check_read()
         value = broadcast(value.detach().contiguous(), sum_group(self._group), 0, name="written")
         self._state = with_leaves(self._state, {name: value})
+        self._written |= {name}
         self._show()
 
     @contextlib.contextmanager
@@ -303,7 +325,9 @@ class HeldModule:
             SpecMismatch: names or shapes differ.
         """
         self._check_writable("a load")
-        self.state = with_values(self.module, self.state, values, strict=strict)
+        before = self._written
+        self.state = with_values(self.module, self._shown_state(), values, strict=strict)
+        self._written = before.union(leaves_of(self._state))
 
     def save(self, path: str | Path, extra: Any = None, **options: Any) -> checkpoint.Saved:
         """Save the state, the numbers of the optimizer's groups, and plain values of the caller.
@@ -337,6 +361,7 @@ class HeldModule:
         Args:
             whole: of every leaf, also those without a step, and with master weights.
         """
+        self._settle_masters()
         return torch_state(self._state, self._torch_groups(), whole=whole)
 
     def _torch_groups(self) -> ParamGroups:

@@ -80,8 +80,7 @@ class Passes(HeldModule):
                 "backward() takes a loss of outputs that this engine has returned since the last "
                 "step; got a loss of none; call the engine first, outside of torch.no_grad()"
             )
-        total = total.reshape(())
-        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+        total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
         seed = self.loss_scale * (1.0 if scale is None else scale)
         if self._shown:
             # Else backward would add gradients to .grad that are not divided yet.
@@ -181,8 +180,7 @@ class Passes(HeldModule):
     def is_boundary(self) -> bool:
         """Whether the next call of :meth:`step` changes the parameters."""
         # Gradients that code has assigned to .grad come from no backward pass.
-        is_assigned = not (self._sum.num_passes or self._defers) and self.has_grads
-        return self._is_boundary or is_assigned
+        return self._is_boundary or (not (self._sum.num_passes or self._defers) and self.has_grads)
 
     def _collected(self, alike: Mapping[str, float] | None = None) -> tuple[Flat, Tensor, Told]:
         """Return gradients and loss of a step, and what ranks tell; ``alike`` must be the same."""
@@ -271,6 +269,7 @@ class Passes(HeldModule):
         self._live.check_unwritten()
         self._check_here("a step", "parameters", "the optimizer's state")
         self._check_writable("a step")
+        self._settle_masters()
         if self._groups is not None:
             self._groups.stepping()
             bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
@@ -325,8 +324,7 @@ class Passes(HeldModule):
         self._collected()
         self._drop_strays()
         self._sum.cut()
-        grads = self._sum.grads
-        assert grads is not None, "a stray gradient is a part of the sum"
+        grads: Any = self._sum.grads  # with stray ones
         leaves = [slot.path for slot in grads.layout.leaves]
         used = self._sum.told([path not in grads.missed for path in leaves]).flags
         shown = {path for path, is_used in zip(leaves, used, strict=True) if is_used}
@@ -335,8 +333,9 @@ class Passes(HeldModule):
         self._taken.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for path in shown:
-                param, grad = self._params[path], whole[path]
-                param.grad = grad.detach().to(param.dtype)
+                param, grad = self._params[path], whole[path].detach()
+                param.grad_dtype = None  # 16 bits may not hold what 32 bits have
+                param.grad = grad.to(torch.promote_types(grad.dtype, param.dtype))
                 self._shown[path] = weakref.ref(param.grad), param.grad._version
         return None
 
@@ -393,6 +392,7 @@ class Passes(HeldModule):
         """
         self._check_writable("close()")
         self._live.check_unwritten()
+        self._settle_masters()
         before = self._state
         try:
             if average:

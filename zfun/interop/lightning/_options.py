@@ -18,6 +18,7 @@ from zfun.interop.ds_config._read import read
 
 # The second name is the one that scripts for DeepSpeed set.
 _CONFIG_VARIABLES = ("ZFUN_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
+_REDUCE = "communication_data_type"
 _OWN = ("parallel_devices", "cluster_environment", "process_group_backend", "timeout")
 # The arguments of the strategy beside those of Lightning itself, and their defaults.
 _DEFAULTS: dict[str, Any] = {
@@ -107,7 +108,8 @@ def recipe_of(
     clip_norm: float | None,
 ) -> Recipe:
     """Return the options of ``zf.zero`` for a configuration and what the trainer knows."""
-    config = config_of(values) if config is None else config
+    # Micro-batches are summed in float32, as in Lightning without a strategy.
+    config = {_REDUCE: "fp32", **config_of(values)} if config is None else config
     if config.get("gradient_accumulation_steps", "auto") not in ("auto", accumulate):
         raise OptionError(
             "Lightning accumulates gradients; got gradient_accumulation_steps="

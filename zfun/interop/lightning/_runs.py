@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 
@@ -31,8 +32,12 @@ from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, named_leaves
 from zfun.interop.engine._running import run_backward
+from zfun.interop.lightning._options import dtype_of
 from zfun.recipes import StepInfo
 from zfun.sources import Deferred
+
+# Lightning 2.5 does not have this one yet.
+_AVERAGES: Any = getattr(of_lightning, "WeightAveraging", ())
 
 
 class AutomaticRun:
@@ -232,6 +237,12 @@ def check_trainer(trainer: Trainer) -> None:
                 "with a strategy of zfun no code writes parameters through detach(), as "
                 "StochasticWeightAveraging does at the end of fit; got this callback; pass "
                 "WeightAveraging(), which averages too"
+            )
+        if isinstance(callback, _AVERAGES) and dtype_of(trainer.precision) != torch.float32:
+            raise OptionError(
+                "in 16 bits a module has rounded parameters, beside master weights; got "
+                f"{type(callback).__name__}, which would average the rounded ones; pass "
+                "EmaAveraging() of zfun.interop.lightning, which averages the master weights"
             )
 
 
