@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -40,6 +41,7 @@ _PLAIN = (bool, int, float, str, tuple, list)
 # The rate with which an optimizer is looked at.
 _RATE = 0.01
 _BOOKKEEPING = {"params", "param_groups", "defaults", "state", *optim.of_torch.FLAGS}
+_FUNCTIONS = types.FunctionType, types.MethodType
 # The packages whose optimizers wrap the one of the script.
 _HOSTS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -111,6 +113,7 @@ def check_made_anew(optimizer: Any, group: Mapping[str, Any]) -> None:
     cls, (make, options) = class_of(optimizer), rule_of(optimizer, group)
     if getattr(make, "func", None) is not optim.from_torch:
         return
+    _check_reads(optimizer)
     optim.from_torch(cls, **options)  # refuses a class or options with which no step runs
     if "lr" in options:
         options["lr"] = _RATE  # at a rate of 0 nothing is seen
@@ -128,6 +131,46 @@ def check_made_anew(optimizer: Any, group: Mapping[str, Any]) -> None:
             f"group with {read[0]!r}, which a step of {cls.__name__} reads, and the constructor "
             "does not take; make it an option of the constructor"
         )
+
+
+def _check_reads(optimizer: Any) -> None:
+    """Refuse an optimizer whose code has parameters by another way than its groups."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    found = [
+        f"its attribute {name!r}"
+        for name, x in vars(optimizer).items()
+        if name not in _BOOKKEEPING and not isinstance(x, _FUNCTIONS)
+        # Hooks may have parameters, and so has the engine.
+        if not name.startswith(("_optimizer_", "_zfun_")) and _has(x, own)
+    ]
+    for cls in class_of(optimizer).__mro__:
+        functions = (pair for pair in vars(cls).items() if isinstance(pair[1], _FUNCTIONS))
+        found += [f"a closure of {name}()" for name, x in functions if _has(x, own, 8)]
+    if found:
+        raise OptionError(
+            "an engine steps shards, so an optimizer takes parameters from its groups alone; got "
+            f"{class_of(optimizer).__name__} with parameters in {found[0]}; loop over "
+            "self.param_groups, or do it in a hook of optimizer.register_step_pre_hook()"
+        )
+
+
+def _has(value: Any, ids: set[int], depth: int = 4) -> bool:
+    """Whether a value is, or has, one of some parameters."""
+    if id(value) in ids or isinstance(value, torch.nn.Module):
+        return id(value) in ids or any(id(x) in ids for x in value.parameters())
+    if depth == 0 or isinstance(value, (Tensor, type, *_PLAIN[:4])):
+        return False
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        parts = value
+    elif isinstance(value, _FUNCTIONS):
+        # A decorator keeps the function in a closure too.
+        cells = getattr(value, "__closure__", None) or ()
+        parts = [x.cell_contents for x in cells if x != types.CellType()]  # that is empty
+    else:
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    return any(_has(x, ids, depth - 1) for x in parts)
 
 
 def _restored(

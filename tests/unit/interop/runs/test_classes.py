@@ -75,6 +75,46 @@ class First(Stepped):
         return group["lr"] / self._init_lr
 
 
+class Model(Stepped):
+    """Steps by the gradients of a model's parameters."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1, model: Any = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.model = model
+
+
+class Decay:
+    """Changes gradients before a step, as a preconditioner does."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.pairs = [(x, 0.5) for x in params]
+
+    def step(self) -> None:
+        for x, factor in self.pairs:
+            if x.grad is not None:
+                x.grad.mul_(factor)
+
+
+def with_decay(params: Iterable[nn.Parameter]) -> Any:
+    params = list(params)
+    decay = Decay(params)
+
+    class Decayed(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            decay.step()
+            return super().step(closure)
+
+    return Decayed(params, lr=0.1)
+
+
+def with_list(params: Iterable[nn.Parameter]) -> Any:
+    params = list(params)
+    made = Signed(params)
+    made.mine = {"all": params}  # type: ignore[attr-defined]
+    return made
+
+
 class Scaled(Stepped):
     """Reads a key of the group that the constructor does not know, as GaLore does."""
 
@@ -170,7 +210,8 @@ def test_what_a_constructor_makes_of_options_is_carried(name: str, stage: int) -
     """They were refused; a rate may change from step to step all the same."""
 
     def make(params: Iterable[nn.Parameter]) -> Any:
-        rule = MADE[name](params)
+        rule = MADE[name](params := list(params))
+        rule.register_step_pre_hook(lambda *given: Decay(params).step())
         rule.register_step_post_hook(lambda rule, *given: halve(rule))
         return rule
 
@@ -216,6 +257,12 @@ REFUSED: dict[str, tuple[Make, str]] = {
         lambda params: Scaled([{"params": list(params), "lr_scale": "half"}]),
         r"got a group with 'lr_scale', with which no step runs: TypeError",
     ),
+    "a list": (with_list, r"with parameters in its attribute 'mine'; loop over self\.param_gro"),
+    "a model": (
+        lambda params: Model([x := list(params)][0], model=nn.ParameterList(x)),
+        r"got Model with parameters in its attribute 'model'",
+    ),
+    "a closure": (with_decay, r"got Decayed with parameters in a closure of step\(\)"),
     "a wrapper": (
         lambda params: Lookahead(torch.optim.Adam(params)),
         r"got Lookahead, which wraps the Adam of its attribute 'optimizer'; pass that one",
