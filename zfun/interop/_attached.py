@@ -98,6 +98,9 @@ class StepEngine(ZeroedEngine):
     In torch they stay in ``.grad`` until then; here the step has taken them.
     """
 
+    # As in torch, where a loss may have other parameters alone.
+    passes_empty_steps = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The leaves whose gradients the last step has taken, and the loop has not dropped.
         self._spent: set[str] = set()
@@ -274,7 +277,6 @@ def engines_apart(
             holder = nn.Module()
             holder._parameters.update(own)
             engines.append(make(holder, one, extra=one.extra_params, **options))
-            engines[-1].passes_empty_steps = True
     except BaseException:
         for engine in engines:
             engine.close()

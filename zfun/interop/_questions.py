@@ -39,9 +39,15 @@ _CASTS = frozenset(
 def changes_nothing(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether an operation is a cast of a parameter that keeps device and dtype."""
+    """Whether an operation is a cast of a parameter that keeps device and dtype, or pads nothing.
+
+    A layout of memory, such as ``channels_last``, is that of the buffer.
+    """
+    if func is torch.nn.functional.pad:
+        return not any(args[1] if len(args) > 1 else kwargs["pad"])
     if func not in _CASTS:
         return False
+    kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
     with torch._C.DisableTorchFunctionSubclass():
         param = args[0]
         probe = torch.empty(0, dtype=param.dtype, device=param.device)

@@ -47,6 +47,8 @@ class GradSum:
         self.has_run = False
         # The leaves that the pass that runs gives gradients; None for all.
         self.only: frozenset[str] | None = None
+        # Whether code wants to differentiate the gradients: create_graph=True.
+        self.had_graph = False
         # Whether the passes are those of weighted means.
         self.is_weighted = False
         self._group, self._mesh, self._apart = group, sum_group(group), apart
@@ -165,6 +167,16 @@ class GradSum:
         elif like.placement is not P:
             partial = redistribute(partial, like.placement, like.group, name="grads")
         self.grads = add_grads(like, partial)
+
+    def check_read(self, name: str) -> None:
+        """Refuse a read of a gradient that should have a graph."""
+        if self.had_graph:
+            raise OptionError(
+                "gradients of an engine are sums over the ranks, without a graph; got a read of "
+                f".grad of leaf {name!r} after backward(create_graph=True); take torch.autograd."
+                "grad(..., create_graph=True) by attributes of the module, inside of forward or "
+                "engine.run()"
+            )
 
     @property
     def bound(self) -> float | None:

@@ -90,6 +90,7 @@ class LiveModule:
             check_code(module)
         # The tensors of the call that runs, by name.
         self.bound: Mapping[str, Any] | None = None
+        self.runs = False  # whether the forward of a part runs
         # Those of the call whose blocks backward runs again: the last one, or that of a pass.
         self.kept: Mapping[str, Any] | None = None
         self._calls: Any = weakref.WeakKeyDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import types
 import warnings
 import weakref
@@ -28,9 +29,27 @@ class LiveMethod:
     def __init__(
         self, module: nn.Module, name: str, run: Callable[..., Any], live: Any, *first: Any
     ) -> None:
-        self.own = self.__wrapped__ = getattr(module, name)
-        self.is_attribute = name in module.__dict__
+        self.module, self.name, self.is_attribute = module, name, name in module.__dict__
+        self._own: Any = getattr(module, name)
         self._run, self._live, self._first = weakref.WeakMethod(run), live, first
+
+    @property
+    def own(self) -> Any:
+        """The module's own method."""
+        return self._own_of(self.module)
+
+    __wrapped__ = own
+
+    def _own_of(self, module: nn.Module) -> Any:
+        """Return the method of a module or a copy; code may have patched or swapped the class."""
+        if self.is_attribute or not isinstance(self._own, types.MethodType):
+            return self._own
+        function = getattr(type(module), self.name)
+        if module is not self.module:
+            return types.MethodType(function, module)
+        if self._own.__func__ is not function:
+            self._own = types.MethodType(function, module)
+        return self._own
 
     @ops.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,10 +90,25 @@ class LiveForward(LiveMethod):
 
     @ops.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._live.bound is not None:
+        if self._live.runs:
             return self.own(*args, **kwargs)
-        run = self._run()
-        return self.own(*args, **kwargs) if run is None else run(self.own, *args, **kwargs)
+        # A copy by its attributes, such as copy.copy() makes, has this method too.
+        frame = sys._getframe(1)
+        module = frame.f_locals["self"] if frame.f_code in _CALLS else self.module
+        own, run = self._own_of(module), self._run()
+        is_call = run is not None and self._live.bound is None
+        self._live.runs = module is self.module  # a copy's parts may be copies too
+        try:
+            if is_call and getattr(module._parameters, "live", None) is self._live:
+                return run(own, *args, **kwargs)
+            return own(*args, **kwargs)
+        finally:
+            self._live.runs = False
+
+
+# The code of nn.Module that calls forward, with hooks or without.
+_CALL = nn.Module._call_impl.__code__
+_CALLS = {_CALL, *(x for x in _CALL.co_consts if isinstance(x, types.CodeType))}
 
 
 def compile_blocks(module: nn.Module, **options: Any) -> None:

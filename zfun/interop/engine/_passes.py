@@ -102,7 +102,7 @@ class Passes(HeldModule):
                 tape.weight = None
         if self._sum.has_run or self._strays():
             self._count(total.detach(), weight, 1.0 if scale is None else scale)
-        elif inputs is None:
+        elif inputs is None and not self.passes_empty_steps:
             self._check_same()
             raise ZfunError(
                 "backward() takes a loss of outputs of this engine since its last step; got a loss "
@@ -133,6 +133,7 @@ class Passes(HeldModule):
     def _check_pass(self, tape: Tape) -> None:
         """Check a backward pass that has come to outputs of this engine."""
         self._live.resume(tape)
+        self._sum.had_graph |= torch.is_grad_enabled()
         if running_engine() is None and self.loss_scale != 1.0:
             raise ZfunError(
                 "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
@@ -148,11 +149,9 @@ class Passes(HeldModule):
     def _take(self, grads: Flat) -> None:
         """Add the gradients of a backward pass."""
         running = running_engine()
-        if running is not None and running is not self:
-            return
-        if running is None and self.plain_scale != 1.0:
-            grads = scale_grads(grads, self.plain_scale)
-        self._sum.add(grads)
+        if running is None or running is self:
+            own = scale_grads(grads, self.plain_scale) if running is None else grads
+            self._sum.add(own)
 
     def _settle(self) -> None:
         """End backward passes that autograd has ended."""
@@ -308,17 +307,18 @@ class Passes(HeldModule):
     def show_grads(self, name: str, *, is_read: bool) -> Tensor | None:
         """Move the gradients since the last step to ``.grad``, whole; every rank must call.
 
-        A read or write of ``.grad`` outside of backward calls this. The next step takes what is in
-        ``.grad`` then, so code may scale, clip or drop it. Gradients are divided by ``accumulate``
-        already, and those of later calls of :meth:`backward` will be; a gradient that a plain
-        ``backward()`` adds to a shown ``.grad`` counts as it stands. As in torch, a parameter that
-        no rank has used has none. Gradients of weighted means stay where they are.
+        A read or write of ``.grad`` outside of backward calls this. The next step takes what is
+        there then, so code may scale, clip or drop it. Gradients are divided by ``accumulate``, and
+        those of later calls will be; what a plain ``backward()`` adds counts as it stands.
+        Gradients of weighted means stay where they are.
 
         Args:
             name: of the parameter whose gradient is read or written.
             is_read: whether it is read; an engine may return what the read gives instead.
         """
         self._settle()
+        if is_read:
+            self._sum.check_read(name)
         if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
             return None
         self._collected()

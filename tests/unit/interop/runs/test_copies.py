@@ -195,3 +195,96 @@ def test_a_copy_that_an_evaluation_makes_moves(tmp_path: Any) -> None:
     assert all(x is not trainer.model for x in copies)
     assert {value.dtype for value in copies[0].parameters()} == {torch.float64}
     assert {value.dtype for value in trainer.model.parameters()} == {torch.float32}
+
+
+class Own(nn.Module):
+    """A module whose class code patches, and whose copies have other attributes."""
+
+    times = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times * self.out(self.into(x).tanh())
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
+        return 2 * super().forward(x)
+
+
+def cloned(module: Any) -> Any:
+    """A copy as ``clone_module`` of learn2learn makes it: by attributes, with tensors for MAML."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    clone._parameters = {name: x.clone() for name, x in module._parameters.items()}
+    clone._modules = {name: cloned(x) for name, x in module._modules.items()}
+    return clone
+
+
+def of_a_clone(net: Any, x: Tensor) -> Tensor:
+    """One step of MAML."""
+    clone = cloned(net)
+    parts = [clone.into, clone.out]
+    names = [(part, name) for part in parts for name in part._parameters]
+    own = [part._parameters[name] for part, name in names]
+    grads = torch.autograd.grad(clone(x).square().mean(), own, create_graph=True)
+    for (part, name), value, grad in zip(names, own, grads, strict=True):
+        part._parameters[name] = value - 0.5 * grad
+    return clone(x)
+
+
+def of_a_shallow_copy(net: Any, x: Tensor) -> Tensor:
+    other = copy.copy(net)
+    other.times = 3.0
+    return other(x)
+
+
+def of_a_patched_class(net: Any, x: Tensor) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Own, "forward", lambda self, x: self.out(self.into(x).relu()))
+        return net(x)
+
+
+def of_a_swapped_class(net: Any, x: Tensor) -> Tensor:
+    net.into.__class__ = Twice
+    return net(x)
+
+
+def of_a_replica(net: Any, x: Tensor) -> Tensor:
+    replica = net._replicate_for_data_parallel()
+    replica.into, replica.out = nn.Linear(WIDTH, WIDTH, bias=False), net.out
+    nn.init.ones_(replica.into.weight)
+    return replica(x)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("is_call", [False, True])
+@pytest.mark.parametrize(
+    "used",
+    [of_a_clone, of_a_shallow_copy, of_a_patched_class, of_a_swapped_class, of_a_replica],
+)
+def test_the_code_that_runs_is_that_of_now_and_of_the_copy(
+    used: Callable[..., Tensor], is_call: bool, stage: int
+) -> None:
+    """The forward of the original, as it was when the engine was made, ran in its place."""
+    x = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
+    plain = Own()
+    for _ in range(2):
+        plain.zero_grad()
+        used(plain, x).square().mean().backward()
+        torch.optim.SGD(plain.parameters(), 0.1).step()
+
+    def main(group: zf.Group) -> Any:
+        net = Own()
+        engine = Engine(net, torch.optim.SGD(net.parameters(), 0.1), zero=stage, group=group)
+        for _ in range(2):
+            out = engine.run(used, net, x) if is_call else used(net, x)
+            engine.backward(out.square().mean())
+            engine.step()
+        return engine.state_dict()
+
+    torch.testing.assert_close(zf.simulate(1, main)[0], plain.state_dict())

@@ -87,7 +87,7 @@ class _Away(Tensor):
                 return args[0]
             if func is torch._has_compatible_shallow_copy_type and args[0] is args[1]:
                 return True
-            if func == _SET_DATA and args[0] is args[1]:
+            if func == _SET_DATA and _has_same_values(*args):
                 return None
             if func in _SAME_VALUES:
                 return torch.Tensor._make_subclass(_Away, args[0])
@@ -107,6 +107,11 @@ class _Away(Tensor):
             f"{tuple(self.shape)}; write `with zero.GatheredParameters(param):` around it, on "
             "every rank"
         )
+
+
+def _has_same_values(first: Any, other: Any) -> bool:
+    is_away = isinstance(first, _Away) and isinstance(other, _Away)
+    return first is other or (is_away and first.data_ptr() == other.data_ptr())
 
 
 class Partitioned(_Away, nn.Parameter):
