@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError
 from zfun.interop._questions import NO_VALUES, accessors, changes_nothing
 from zfun.interop.engine import Engine, EngineBuffers, ParamGroups, named_leaves
-from zfun.interop.engine._live import live_of
+from zfun.interop.engine._live import alive, live_of
 from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._parameter import LiveParameter
 from zfun.interop.engine._torch_states import with_own_constants
@@ -119,15 +119,22 @@ class StepEngine(ZeroedEngine):
         if not is_read:
             self._spent.discard(name)
         elif name in self._spent:
-            if self._sum.num_passes:
-                raise _kept_grads("backward()")
-            return _SpentGrad.of(self._params[name], name, self._drop)
+            drop = self._drop_added if self._sum.num_passes else self._drop
+            return _SpentGrad.of(self._params[name], name, drop)
         return super().show_grads(name, is_read=is_read)
 
     def _drop(self, name: str) -> None:
         if name in self._spent:
             self._spent.remove(name)
             self._zeroed.add(name)
+
+    def _drop_added(self, name: str) -> None:
+        """Drop what the last step has taken of a leaf, and what later passes have added."""
+        super().show_grads(name, is_read=False)
+        self._drop(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            if (grad := self._params[name].grad) is not None:
+                grad.zero_()
 
     def step(self, *, boundary: bool | None = None) -> Any:
         if self._spent:
@@ -211,6 +218,8 @@ class _SpentGrad(Tensor):
             return first
         if func in _STAYS or (first is spent[0] and changes_nothing(func, args, kwargs or {})):
             return first
+        if spent[0]._drop.__name__ == "_drop_added":
+            raise _kept_grads("backward()")
         raise PlacementError(
             f"a step takes the gradients; got {getattr(func, '__name__', func)}() of the .grad of "
             f"leaf {spent[0]._name!r} after it; read .grad between backward and the step, as in "
@@ -231,6 +240,17 @@ class _SpentGrad(Tensor):
 _DROPS = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
 # Functions that come before, and those of nn.Module.to() where it changes nothing.
 _STAYS = accessors("data") | {Tensor.detach_, Tensor.detach}
+
+
+def layers_of(models: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of the parts of models that have parameters."""
+    return {id(part) for model in models for part in model.modules() if part._parameters}
+
+
+def release(model: nn.Module) -> None:
+    """Let a model be a plain one with whole values, if an engine has it; every rank must call."""
+    if (live := live_of(model)) is not None:
+        alive(lambda: live.owner, "the value of a parameter").close()
 
 
 def ids_in(optimizer: Any) -> set[int]:
@@ -360,6 +380,8 @@ def attach(
         with empty_state(inner, hooks=True):
             type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
 
+    if (module := live_of(engine.module)) is not None:
+        module.keeper = engine  # a model may outlive its optimizer
     # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
     step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
     inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}

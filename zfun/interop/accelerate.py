@@ -30,7 +30,9 @@ from zfun.interop._attached import (
     detach,
     engines_of,
     ids_in,
+    layers_of,
     leaves_of_each,
+    release,
 )
 from zfun.interop._named import apart
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
@@ -141,6 +143,7 @@ class Accelerator(accelerate.Accelerator):
         """Place a model, and set autocast; it is sharded when its optimizer is prepared too."""
         if self.engine_of(model) is not None:
             return model
+        release(model)  # by the engine of an earlier run
         plugin, had_amp = self.state.dynamo_plugin, self.native_amp
         backend, plugin.backend, self.native_amp = plugin.backend, DynamoBackend.NO, False
         is_new = not getattr(model, "_is_accelerate_prepared", False)
@@ -172,7 +175,8 @@ class Accelerator(accelerate.Accelerator):
             param.register_post_accumulate_grad_hook(_refuse_alone)
             for model in self._waiting
             for param in model.parameters()
-            if param.requires_grad and param.is_leaf
+            # One that another model shares may have an engine.
+            if param.requires_grad and param.is_leaf and type(param) is nn.Parameter
         ]
 
     def _unguard(self) -> None:
@@ -194,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
                 continue
             others: list[Any] = []
             for engine, (other, its) in [*self._engines.items()]:
-                if any(x is model for x in its for model in models):
+                if layers_of(its) & layers_of(models):
                     models += its
                     # Of two optimizers of one parameter the loop goes on with the new one, and
                     # steps of the old one are refused.

@@ -58,7 +58,7 @@ def live_of(module: nn.Module) -> LiveModule | None:
     return None
 
 
-def alive(engine: weakref.ref[Any], what: str) -> Any:
+def alive(engine: Callable[[], Any], what: str) -> Any:
     """Return the engine that has something, or refuse one that is gone."""
     if (found := engine()) is None:
         raise OptionError(
@@ -103,10 +103,10 @@ class LiveModule:
         # The names of parameters that have or had hooks.
         self.hooked = {name for name, x in params.items() if x._backward_hooks}
         self.module, self._owner = module, weakref.ref(owner)
+        self.keeper: Any = None  # the owner, while the module keeps it
         self.names = {id(param): name for name, param in params.items()}
         self._params, self._shown = dict(params), {**params, **extra}
-        # Whole ones too, such as quantised weights.
-        self.known = {id(param): param for param in module.parameters()}
+        self.known = {id(x): x for x in module.parameters()}  # also quantised weights, whole
         self._methods, self._quiet, self._hidden = {"zero_grad"}, set[str](), set[str]()
         self._versions: dict[str, int] = {}
         self._watched = WatchedValues()

@@ -19,7 +19,7 @@ from zfun.errors import LeafError, OptionError
 from zfun.flat import Flat, ravel, unravel
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.interop.engine._methods import NormForward
-from zfun.interop.engine._parameter import ON_NODES, refuse_hook
+from zfun.interop.engine._parameter import ON_NODES, LiveParameter, refuse_hook
 from zfun.interop.engine._watched import checksum
 from zfun.layout import layout_of
 from zfun.optim import EmaState, MasterState, MissedSteps, averages_of
@@ -45,6 +45,11 @@ def named_leaves(module: nn.Module) -> dict[str, nn.Parameter]:
             refuse_hook(name, ON_NODES)
         if type(param) is nn.Parameter:
             leaves[name] = param
+        elif isinstance(param, LiveParameter):
+            raise OptionError(
+                f"a parameter has one engine; leaf {name!r} has another one; prepare models that "
+                "share it together, or call close() of the other engine first"
+            )
         elif isinstance(param, UninitializedTensorMixin):
             raise LeafError(
                 f"a parameter has a shape; leaf {name!r} is a {type(param).__name__}; call the "
