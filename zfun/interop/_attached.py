@@ -372,7 +372,8 @@ def attach(
         return {**found, "param_groups": [*found["param_groups"], _ELSEWHERE]}
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
-        if has_moments():
+        # Code may have written whole moments into a file that had none.
+        if has_moments() or state_dict["state"]:
             joined["load_state_dict"](state_dict)
             return
         given = [group for group in state_dict["param_groups"] if "zfun" not in group]

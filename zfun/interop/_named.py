@@ -146,10 +146,17 @@ def masters_of(state: Any) -> Iterator[Flat]:
 
 
 @torch.no_grad()
-def write_leaves(flat: Flat, values: Mapping[str, Tensor], *, local: bool = False) -> Flat:
+def write_leaves(
+    flat: Flat,
+    values: Mapping[str, Tensor],
+    *,
+    local: bool = False,
+    keeps_digits: bool = False,
+) -> Flat:
     """Write the elements of this rank into the buffers, in place; a store puts a buffer again.
 
-    Values are whole, or with ``local`` the elements of this rank alone.
+    Values are whole, or with ``local`` the elements of this rank alone. With ``keeps_digits``
+    elements stay that round to the value.
     """
     buffers = list(flat.buffers)
     loaded: dict[int, Tensor] = {}
@@ -162,7 +169,10 @@ def write_leaves(flat: Flat, values: Mapping[str, Tensor], *, local: bool = Fals
         real = torch.view_as_real(value) if value.is_complex() else value
         first = 0 if local else span.first
         piece = real.reshape(-1)[first : first + span.stop - span.start]
-        loaded[span.bucket][span.start : span.stop].copy_(piece)
+        place = loaded[span.bucket][span.start : span.stop]
+        if keeps_digits:
+            piece = torch.where(place.to(piece.dtype) == piece, place, piece.to(place.dtype))
+        place.copy_(piece)
     for bucket, buffer in loaded.items():
         old = buffers[bucket]
         if isinstance(old, Stored):

@@ -35,6 +35,7 @@ from zfun.interop._attached import (
     release,
 )
 from zfun.interop._named import apart
+from zfun.interop._resumed import load_parts, moments_beside
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
@@ -416,15 +417,17 @@ class Accelerator(accelerate.Accelerator):
         before = [vars(model).get("state_dict") for model in models]
         for model in models:
             model.state_dict = functools.partial(_own_values, model.state_dict)
+        optimizers = [x.optimizer for x in self._optimizers]
         try:
-            with self.without_moments():
+            with self.without_moments(), moments_beside(optimizers) as beside:
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             for model, own in zip(models, before, strict=True):
                 del model.state_dict
                 if own is not None:
                     model.state_dict = own
-        for index, engine in enumerate(self._engines):
+        # The models have the values of their files, or what hooks have loaded in place of these.
+        for index, (engine, (optimizer, _)) in enumerate(self._engines.items()):
             path = Path(input_dir) / f"{_FOLDER}_{index}"
             if not path.is_dir():
                 raise OptionError(
@@ -432,7 +435,8 @@ class Accelerator(accelerate.Accelerator):
                     f"{str(input_dir)!r}, which has no {path.name}; load the weights into the "
                     "model before prepare(), and begin with a new optimizer"
                 )
-            engine.load(path, rng=False, keeps_groups=True)
+            if optimizer.optimizer in beside:
+                load_parts(engine, path, weights=False, moments=True)
 
 
 def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

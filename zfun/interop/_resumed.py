@@ -1,0 +1,60 @@
+"""Resumes in parts, as host libraries have files for each: weights, and moments of optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+from zfun.flat import flats
+from zfun.interop._named import masters_of, write_leaves
+from zfun.interop.engine import Engine
+from zfun.interop.engine._values import whole_values
+from zfun.optim import averages_of
+
+_WEIGHTS = ("params", "frozen", "buffers")
+
+
+def load_parts(engine: Engine, path: str | Path, *, weights: bool = True, moments: bool) -> None:
+    """Load the weights of a saved state, the rest of it, or both. All ranks call.
+
+    Parameters of a loss go with the moments, because no file of weights has them.
+    """
+
+    def is_kept(key: str) -> bool:
+        part, _, name = key.partition(".")
+        is_weight = part in _WEIGHTS and name not in engine._extra
+        return not (weights if is_weight else moments)
+
+    is_all = weights and moments
+    engine.load(path, rng=False, keeps_groups=True, reset=None if is_all else is_kept)
+    if not is_all:
+        _follow(engine, averages=not moments)
+
+
+def _follow(engine: Engine, *, averages: bool) -> None:
+    """Let master weights, and averages, be those of the weights; digits that agree stay."""
+    state = engine.state
+    copies = [*masters_of(state.opt_state)]
+    copies += flats([x.average for x in averages_of(state.opt_state)]) if averages else []
+    for flat in copies:
+        for slot in flat.layout.leaves:
+            write_leaves(flat, whole_values(state, {slot.path}), keeps_digits=True)
+
+
+@contextlib.contextmanager
+def moments_beside(optimizers: Iterable[Any]) -> Generator[list[Any]]:
+    """Give the optimizers that load a state without moments in a context: these lie elsewhere."""
+    found: list[Any] = []
+
+    def look(optimizer: Any, state: Any) -> None:
+        if not state["state"]:
+            found.append(optimizer)
+
+    hooks = [x.register_load_state_dict_pre_hook(look) for x in optimizers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
