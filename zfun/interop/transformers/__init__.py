@@ -4,6 +4,7 @@ Needs ``pip install zfun[transformers]``.
 
 ===============  =================================================================================
 ``_trainer``     the subclasses: arguments, and what the loop of ``transformers`` calls
+``_files``       files of weights beside a sharded state, and whether a user has changed them
 ``_options``     the meaning of ``zero=``, and arguments that are refused
 ``_meshes``      decoders over the axes of a mesh: plans, stages, and all axes together
 ``_experts``     models over an expert axis

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 import transformers
 
-from zfun.collectives import Group, process_group
+from zfun.checkpoint import agree, attempt
+from zfun.collectives import Group, agreement_group, process_group
 from zfun.errors import CheckpointError
 from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop._resumed import load_parts, moments_beside
 from zfun.interop.accelerate import Accelerator
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import Engine
 from zfun.interop.engine._live import live_of
+from zfun.interop.transformers._files import are_own, is_own, note, weights_in
 from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
 from zfun.optim import Schedule
 from zfun.options import DECAY, takes
@@ -115,6 +118,11 @@ class Trainer(transformers.Trainer):
         2
     """
 
+    # Size, time and hash of the files of weights that this run has saved in a folder.
+    _noted: tuple[str, dict[str, list[Any]]] = ("", {})
+    # The checkpoint whose weights are loaded with the moments, once there is an engine.
+    _waiting: Path | None = None
+
     def __init__(
         self,
         *args: Any,
@@ -141,6 +149,7 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self._recipe = recipe_of(self._given_zero, self.args, self.model)
         options = options_of(self._given_zero, self._recipe, lambda: self._ranks)
+        self._group: Group = options["group"]
         self.accelerator = Accelerator.of(self.accelerator, options, self._mixed_precision)
         bound = self.args.max_grad_norm if self._recipe is None else self._recipe.max_grad_norm
         self.accelerator.clips_by_default = bound if bound and bound > 0 else None
@@ -256,6 +265,10 @@ class Trainer(transformers.Trainer):
         with engine.averaged():
             values = engine.state_dict(keep=self.args.should_save)
         self._save(output_dir, state_dict=values)
+        # An override may write other values; with an average the files have none of the state's.
+        is_noted = is_own(type(self), "_save") or self.accelerator.ema_decay is not None
+        if _internal_call and self.args.should_save and is_noted:
+            self._noted = output_dir, weights_in(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -267,40 +280,88 @@ class Trainer(transformers.Trainer):
         with self.accelerator.without_moments():
             super()._save_optimizer_and_scheduler(output_dir)
         if self.engine is not None:
-            self.engine.save(Path(output_dir) / _FOLDER, step=self.state.global_step, keep=1)
+            folder, weights = self._noted
+            extra = note(weights if folder == output_dir else {})
+            path = Path(output_dir) / _FOLDER
+            self.engine.save(path, extra, step=self.state.global_step, keep=1)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if (folder / _FOLDER).is_dir():
-            # _load_optimizer_and_scheduler() loads the parameters too.
-            return
-        if (folder / "optimizer.pt").is_file():
+        if (folder / "optimizer.pt").is_file() and not (folder / _FOLDER).is_dir():
             raise CheckpointError(
                 "resume_from_checkpoint names a checkpoint of zfun.interop.transformers.Trainer; "
                 f"got {str(folder)!r}, whose optimizer state another Trainer has saved; make the "
                 "model with from_pretrained() of this folder, and train without "
                 "resume_from_checkpoint"
             )
+        # An override reads the values, or writes them after this method.
+        if self._has_weights(folder, is_own(type(self), "_load_from_checkpoint")):
+            if self.engine is not None:
+                # An average is a part of the optimizer's state.
+                self._load_state(folder, moments=self.accelerator.ema_decay is not None)
+                return
+            if self.is_in_train:
+                self._waiting = folder
+                return
         self._forget_run()
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _has_weights(self, folder: Path, is_own: bool) -> bool:
+        """Whether the state in a folder stands for the weights; see [Note: files of weights]."""
+        if not (folder / _FOLDER).is_dir():
+            return False
+        are_same = self._agreed(lambda: are_own(folder, folder / _FOLDER))
+        if are_same and is_own:
+            return True
+        if any(isinstance(x, EmaCallback) for x in self.callback_handler.callbacks):
+            got = "an override that loads" if are_same else "other files"
+            raise CheckpointError(
+                "with EmaCallback the files of weights in a checkpoint have the average, and a "
+                f"run goes on from the parameters in the folder zfun; got {got} in "
+                f"{str(folder)!r}; remove the override and the files of weights, or make the "
+                "model with from_pretrained() of the folder, and train without "
+                "resume_from_checkpoint",
+                path=str(folder),
+            )
+        return False
+
+    def _agreed(self, find: Callable[[], bool]) -> bool:
+        """Return what the first rank finds, or raise its error on all ranks."""
+        group = agreement_group(self._group)
+        found, error = attempt(find) if group.rank == 0 else (None, None)
+        return agree(group, error, found)[0]
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # An override of _load_optimizer_and_scheduler() may load nothing.
+        if resume_from_checkpoint is not None and self._waiting == Path(resume_from_checkpoint):
+            self._load_state(self._waiting, moments=False)
+        return found
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self.accelerator.without_moments():
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        with self.accelerator.without_moments(), moments_beside([optimizer]) as beside:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._load_state(checkpoint)
+        if checkpoint is not None and self._agreed(lambda: bool(beside)):
+            weights = self._waiting == Path(checkpoint)
+            self._load_state(checkpoint, weights=weights, moments=True)
 
     def _load_best_model(self) -> None:
-        if not self._load_state(self.state.best_model_checkpoint):
+        best = Path(self.state.best_model_checkpoint)
+        is_own = super()._load_best_model.__module__.startswith("transformers.")
+        if not (self._has_weights(best, is_own) and self._load_state(best, moments=True)):
             self._forget_run()
             super()._load_best_model()
 
-    def _load_state(self, checkpoint: Any) -> bool:
-        """Load the state of a checkpoint, if there are both."""
+    def _load_state(self, checkpoint: Any, *, weights: bool = True, moments: bool) -> bool:
+        """Load the state of a checkpoint, or a half of it, if there are an engine and a state."""
         folder = Path(checkpoint) / _FOLDER
         if self.engine is None or not folder.is_dir():
             return False
-        self.engine.load(folder, rng=False, keeps_groups=True)
+        load_parts(self.engine, folder, weights=weights, moments=moments)
+        self._waiting = None
         return True
 
     def _forget_run(self) -> None:
