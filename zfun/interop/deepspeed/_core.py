@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,8 @@ def made(
     """
     recipe = settings.recipe
     options = zero_options(recipe, group)
+    # As in DeepSpeed, parameters have the dtype of the loss, and no argument of the module is cast.
+    options["precision"] = replace(recipe.precision, compute=None)
     options |= {} if loss is None else {"loss_fn": loss}
     group = options["group"]
     named = dict(module.named_parameters())

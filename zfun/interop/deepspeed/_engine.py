@@ -19,6 +19,7 @@ from zfun.interop.deepspeed._absent import ABSENT, refusal
 from zfun.interop.deepspeed._answers import batch_of
 from zfun.interop.deepspeed._checkpoint import SavedEngine
 from zfun.interop.deepspeed._core import EngineOptimizer, made, offload_of
+from zfun.interop.deepspeed._dtypes import set_dtypes
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
@@ -62,6 +63,7 @@ class DeepSpeedEngine(SavedEngine):
         self._settings = settings
         self.config = settings.config
         self._group = self._ranks = group
+        set_dtypes(module, settings.values)
         self._core = made(module, settings, group, values or {}, loss)
         optimizer = settings.optimizer
         at_rest = offload_of(module) if settings.recipe.stage == 3 else None

@@ -149,7 +149,8 @@ class EngineBuffers:
         self.written: dict[str, int] = {}
         self._marks: dict[str, tuple[int, int]] = {}
         self._norms: list[nn.Module] = []
-        if options is not None and policy_of(options.precision).compute is not None:
+        policy = policy_of(None if options is None else options.precision)
+        if policy.param is not None or policy.compute is not None:
             norms = [part for part in module.modules() if isinstance(part, _NormBase)]
             self._norms = [x for x in norms if x.affine and x.running_mean is not None]
         for norm in self._norms:

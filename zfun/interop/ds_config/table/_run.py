@@ -23,7 +23,7 @@ from zfun.interop.ds_config.table._keys import (
     section,
     text,
 )
-from zfun.options import Kind, each
+from zfun.options import Kind, each, one_of
 
 _DTYPE = optional(DTYPE_NAME)
 _VERSION = Form(
@@ -36,6 +36,7 @@ _STEPS = Form(
     lambda x: x if x in (None, math.inf) else int(x),
 )
 _NAMES = Form(each(Kind(lambda x: isinstance(x, str), ("a name",), ""), "a list of names", "[]"))
+_PATTERNS = Form(_NAMES.kind | one_of("auto"))
 
 
 def _same(name: str, words: str = "") -> Fill:
@@ -78,7 +79,8 @@ _FP16 = section("fp16",
     mapped("consecutive_hysteresis", False, "zf.optim.dynamic_loss_scale(consecutive_hysteresis=)"),
     mapped("min_loss_scale", 1.0, "zf.optim.dynamic_loss_scale(min_scale=)", real(above=0),
         "an overflow at the least scale raises, as in DeepSpeed"),
-    ignored("auto_cast", False, "cast the batch in the loss"),
+    ignored("auto_cast", False,
+        "by zf.zero, which casts the batch; deepspeed.initialize obeys: positional arguments"),
     ignored("fused_mode", True, "there is one rule for the loss scale"),
     refused("fp16_master_weights_and_grads", False,
         "leave the key out: float16 moments lose small numbers; zfun keeps float32 master weights"),
@@ -116,8 +118,12 @@ _DTYPES = (
     mapped("data_types.grad_accum_dtype", None, "zf.Precision(reduce=)", _DTYPE,
         "zfun sends and accumulates in one dtype, so the wider of the two counts"),
     refused("data_types.param_dtype", None, "set the dtype by bf16 or fp16 alone", _DTYPE),
-    ignored("data_types.buffer_dtype", None, "buffers keep the dtypes of the tree that init() gets",
-        _DTYPE),
+    ignored("data_types.buffer_dtype", None,
+        "by zf.zero, where buffers keep the dtypes of the tree that init() gets; "
+        "deepspeed.initialize obeys", _DTYPE),
+    ignored("data_types.keep_in_fp32_modules", "auto",
+        "by zf.zero, as buffer_dtype is; deepspeed.initialize obeys: patterns of the names of "
+        "buffers, by default those of transformers", _PATTERNS),
     ignored("seq_parallel_comm_data_type", torch.float32, _SEQUENCE, _DTYPE),
     ignored("seq_parallel_communication_data_type", torch.float32, _SEQUENCE, _DTYPE),
     ignored("prescale_gradients", False, _SAME_MEAN),
