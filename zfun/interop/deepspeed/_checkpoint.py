@@ -14,6 +14,7 @@ from torch import nn
 from zfun import checkpoint
 from zfun.collectives import Group
 from zfun.errors import CheckpointError
+from zfun.interop.deepspeed._scales import go_on
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
@@ -107,11 +108,13 @@ class SavedEngine(nn.Module):
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
+        scaling = self._settings.scaling
         _check_tag(self._ranks, name)
         data = {
             **zero_to_fp32.packed(client_state or {}),
             "counters": {counter: getattr(self, counter) for counter in _COUNTERS},
             "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+            "loss_scale": None if scaling is None else scaling.numbers,
             "groups": zero_to_fp32.packed(_groups(self.optimizer)),
             "ties": _ties(self.module),
             "not_persistent": _not_persistent(self.module),
@@ -170,6 +173,8 @@ class SavedEngine(nn.Module):
                 weights, load_module_strict and not left_out, custom_load_fn
             )
         self._core.zero_grad()
+        if is_whole:
+            go_on(self, data.get("loss_scale") or {})
         # Gradients of a step that is under way are in no checkpoint, so a step begins here.
         step_size = self._settings.recipe.num_micro_batches
         self.micro_steps = self.micro_steps // step_size * step_size

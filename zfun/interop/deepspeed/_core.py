@@ -16,6 +16,7 @@ from zfun import optim
 from zfun.collectives import Group, broadcast
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop._configured import zero_options
+from zfun.interop.deepspeed._scales import go_on, set_scale
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero import _owners
 from zfun.interop.engine import Engine
@@ -67,7 +68,8 @@ def made(
     recipe = settings.recipe
     options = zero_options(recipe, group)
     # As in DeepSpeed, parameters have the dtype of the loss, and no argument of the module is cast.
-    options["precision"] = replace(recipe.precision, compute=None)
+    scale = recipe.precision.loss_scale if settings.scaling is None else settings.scaling.rule
+    options["precision"] = replace(recipe.precision, compute=None, loss_scale=scale)
     options |= {} if loss is None else {"loss_fn": loss}
     group = options["group"]
     named = dict(module.named_parameters())
@@ -226,11 +228,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._owner()._has_overflow
 
     @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether steps change the loss scale."""
+        scaling = self._owner()._settings.scaling
+        return scaling is not None and not scaling.numbers["fp16.loss_scale"]
+
+    @property
     def loss_scale(self) -> float:
-        """The factor of the loss in backward; 1 without one."""
+        """The factor of the loss in backward; 1 without one. Assign between steps."""
         return self._owner().cur_scale
 
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        set_scale(self._owner(), value)
+
     cur_scale = loss_scale
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Keep one loss scale from now on, whatever steps, assignments and loads say."""
+        set_scale(self._owner(), loss_scale, stays=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore
         """Step the engine."""
@@ -261,7 +277,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         core = self._owner()._core
         found, scale = core.optimizer_state(whole=True), core.state.loss_scale
-        return found if scale is None else {**found, "loss_scaler": scale._asdict()}
+        scaling = self._owner()._settings.scaling
+        rule = {} if scaling is None else scaling.numbers
+        return found if scale is None else {**found, "loss_scaler": {**scale._asdict(), **rule}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` has returned, at any stage; every rank must call.
@@ -278,5 +296,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         core.load_optimizer_state(state_dict, whole=True)
         if scale is not None:
-            values = {name: x.clone() for name, x in state_dict["loss_scaler"].items()}
+            saved = state_dict["loss_scaler"]
+            values = {name: saved[name].clone() for name in scale._fields}
             core.state = core.state._replace(loss_scale=scale._replace(**values))
+            go_on(self._owner(), saved)

@@ -154,7 +154,7 @@ class DeepSpeedEngine(SavedEngine):
             )
         info = self._core.step(boundary=self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
-        self._was_applied = self._has_overflow = False
+        self._was_applied = False
         if info is not None:
             self._count(info, lr_kwargs)
 

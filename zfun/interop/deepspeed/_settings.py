@@ -13,6 +13,7 @@ from torch import nn
 from zfun import optim
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop.deepspeed._scales import Scaling
 from zfun.interop.deepspeed.ops import Described
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import AutoValues, Recipe, from_ds_config
@@ -35,6 +36,7 @@ class Settings:
         groups: the groups as a pure optimizer; ``None`` without an optimizer.
         scheduler: steps with the engine; ``None`` if there is none.
         config: as written.
+        scaling: the rule of the loss scale of fp16; ``None`` without one.
     """
 
     recipe: Recipe
@@ -44,6 +46,7 @@ class Settings:
     groups: ParamGroups | None
     scheduler: Any
     config: Mapping[str, Any]
+    scaling: Scaling | None = None
 
 
 class Configured(ConfiguredOptimizer):
@@ -111,7 +114,8 @@ def settings_of(
     groups = ParamGroups(made, named_leaves(module))
     if isinstance(made, Described):
         made.is_attached = True
-    return Settings(recipe, found.values, found.given, made, groups, scheduler, keys)
+    scaling = Scaling(found.values) if found.values["fp16.enabled"] else None
+    return Settings(recipe, found.values, found.given, made, groups, scheduler, keys, scaling)
 
 
 def _known(module: nn.Module, world_size: int, optimizer: Any, auto: AutoValues) -> AutoValues:

@@ -270,6 +270,11 @@ def _loss_scale(r: _Reading, v: Values) -> optim.LossScale | float | None:
         r.notes[_SCALE] = Note(f"zf.Precision(loss_scale={v[_SCALE]})")
         return v[_SCALE]
     r.notes[_SCALE] = Note("zf.optim.dynamic_loss_scale(...)", "0 is a dynamic scale")
+    return dynamic_scale_of(v)
+
+
+def dynamic_scale_of(v: Values | Mapping[str, Any]) -> optim.LossScale:
+    """Return the dynamic loss scale of the section ``fp16``."""
     return optim.dynamic_loss_scale(
         2.0 ** v["fp16.initial_scale_power"],
         window=v["fp16.loss_scale_window"],
