@@ -45,14 +45,15 @@ def _follow(engine: Engine, *, averages: bool) -> None:
 
 @contextlib.contextmanager
 def moments_beside(optimizers: Iterable[Any]) -> Generator[list[Any]]:
-    """Give the optimizers that load a state without moments in a context: these lie elsewhere."""
+    """Give those optimizers of torch, or in these wrappers, that load no moments in a context."""
     found: list[Any] = []
 
     def look(optimizer: Any, state: Any) -> None:
         if not state["state"]:
             found.append(optimizer)
 
-    hooks = [x.register_load_state_dict_pre_hook(look) for x in optimizers]
+    own = [getattr(x, "optimizer", x) for x in optimizers]
+    hooks = [x.register_load_state_dict_pre_hook(look) for x in own]
     try:
         yield found
     finally:

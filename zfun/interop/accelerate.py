@@ -410,16 +410,14 @@ class Accelerator(accelerate.Accelerator):
         """Load what :meth:`save_state` saved, at any stage and number of ranks. All ranks call."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folder = Path(self.project_dir) / "checkpoints"
-            numbers = [int(x.name.rpartition("_")[2]) for x in folder.glob("checkpoint_*")]
-            input_dir = str(folder / f"checkpoint_{max(numbers)}")
+            input_dir = str(max(folder.glob("checkpoint_*"), key=lambda x: int(x.name[11:])))
         models = {id(x): x for x in self._models if self.engine_of(x) is not None}.values()
         # A user may have put a method of their own there, as scripts of PEFT do.
         before = [vars(model).get("state_dict") for model in models]
         for model in models:
             model.state_dict = functools.partial(_own_values, model.state_dict)
-        optimizers = [x.optimizer for x in self._optimizers]
         try:
-            with self.without_moments(), moments_beside(optimizers) as beside:
+            with self.without_moments(), moments_beside(self._optimizers) as beside:
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             for model, own in zip(models, before, strict=True):

@@ -413,7 +413,7 @@ class Engine(Passes):
             )
         if not (self.is_boundary if boundary is None else boundary):
             return None
-        self._prepare_step()
+        self._check_step()
         found, loss, told = self._collected(self._alike())
         if found is None:
             return None
@@ -428,7 +428,7 @@ class Engine(Passes):
             batch: for that loss, such as one of :func:`zfun.pipeline`.
         """
         self.prepare()
-        self._prepare_step()
+        self._check_step()
         return self._stepped(lambda state: self.recipe.step(state, batch), self._buffers.changes)
 
     def load_optimizer_state(self, given: Mapping[str, Any], *, whole: bool = False) -> None:

@@ -225,6 +225,15 @@ class ParamGroups:
         new = {key: x for key, short in keys.items() if (x := values.get(short)) is not None}
         return optim.set_hyperparams(state, new)
 
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers that the groups have now, by name."""
+        return {
+            f"{name} of group {label}": x
+            for label, own in self._options().items()
+            for name, x in own.items()
+            if isinstance(x, (int, float, tuple))
+        }
+
     def beside(self, extra: Any) -> dict[str, Any]:
         """Return the plain values of a checkpoint: those of the caller, and the groups' options."""
         plain = lambda x: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x

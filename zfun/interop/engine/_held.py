@@ -380,7 +380,9 @@ class HeldModule:
     def _alike(self) -> dict[str, float]:
         """Return the numbers of a step of which all ranks must have the same."""
         written = {f"{BUFFER}{name}": x for name, x in self._buffers.written.items()}
-        return {**self.hyperparams, **written}
+        bound: Any = {"the bound of the norm": getattr(self, "clip_norm", None)}
+        numbers = self.hyperparams if self._groups is None else self._groups.numbers() | bound
+        return {**numbers, **written}
 
     def set_hyperparams(self, **values: float) -> None:
         """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""

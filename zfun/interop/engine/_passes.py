@@ -262,8 +262,7 @@ class Passes(HeldModule):
                 found[name] = -value if now is None else now - value
         return found
 
-    def _prepare_step(self) -> None:
-        """Check what a step needs, and take the numbers that the groups have now."""
+    def _check_step(self) -> None:
         self._check_same()
         self._live.check_unwritten()
         self._check_here("a step", "parameters", "the optimizer's state")
@@ -271,17 +270,18 @@ class Passes(HeldModule):
         self._settle_masters()
         if self._groups is not None:
             self._groups.stepping()
-            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
-            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
-            self._state = self._state._replace(opt_state=opt_state)
 
     def _stepped(
         self, step: Callable[[ZeroState], Any], new_buffers: Callable[[], Sequence[bool]]
     ) -> StepInfo:
-        """Step, and begin the calls of the next step.
+        """Step with the numbers that the groups have now, and begin the calls of the next step.
 
         ``new_buffers`` tells after the step which buffers any rank has changed.
         """
+        if self._groups is not None:
+            bounds = [x for x in (self.clip_norm, self._sum.bound) if x is not None]
+            opt_state = self._groups.set_in(self._state.opt_state, min(bounds, default=None))
+            self._state = self._state._replace(opt_state=opt_state)
         self._state, info = step(self._state)
         self._buffers.merge(new_buffers())
         self.grad_norm = float(info.grad_norm)

@@ -108,20 +108,22 @@ def recipe_of(
     clip_norm: float | None,
 ) -> Recipe:
     """Return the options of ``zf.zero`` for a configuration and what the trainer knows."""
-    # Micro-batches are summed in float32, as in Lightning without a strategy.
-    config = {_REDUCE: "fp32", **config_of(values)} if config is None else config
+    dtype, is_own = dtype_of(precision), config is not None
+    config = config_of(values) if config is None else config
     if config.get("gradient_accumulation_steps", "auto") not in ("auto", accumulate):
         raise OptionError(
             "Lightning accumulates gradients; got gradient_accumulation_steps="
             f"{config['gradient_accumulation_steps']!r} in the configuration; write "
             "Trainer(accumulate_grad_batches=...), or accumulate in the loop of Fabric"
         )
-    dtype = dtype_of(precision)
     # Batch sizes only describe the data of Lightning.
     batch = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
     whole = {name: value for name, value in config.items() if name not in batch}
     if clip_norm is not None or whole.get("gradient_clipping", "auto") == "auto":
         whole["gradient_clipping"] = clip_norm or 0.0
+    if dtype is not torch.float32 and not is_own:
+        # As in Lightning without a strategy, micro-batches are summed in float32.
+        whole[_REDUCE] = "fp32"
     if dtype is torch.bfloat16:
         whole.setdefault("bf16", {"enabled": True})
     if dtype is torch.float16 and config.get("fp16") is None:

@@ -341,8 +341,7 @@ class Trainer(transformers.Trainer):
         return found
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        with self.accelerator.without_moments(), moments_beside([optimizer]) as beside:
+        with self.accelerator.without_moments(), moments_beside([self.optimizer]) as beside:
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._agreed(lambda: bool(beside)):
             weights = self._waiting == Path(checkpoint)
