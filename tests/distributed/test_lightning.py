@@ -226,6 +226,22 @@ def test_a_loop_of_users_is_that_of_plain_lightning(
             torch.testing.assert_close(rank, expected)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hooks_that_change_a_checkpoint_on_one_rank(
+    rank: int, workers: Workers, tmp_path: Path
+) -> None:
+    expected = workers.run(call, "resumed", "ddp", str(tmp_path), f"values of rank {rank}")
+    for strategy in ("zfun_stage_2", "zfun_stage_3"):
+        # DDP takes the values of rank 0.
+        values = workers.run(call, "resumed", strategy, str(tmp_path), f"values of rank {rank}")
+        torch.testing.assert_close(values, expected)
+        for part in ("moments", "states"):
+            change = f"{part} of rank {rank}"
+            for words in workers.run(call, "resumed", strategy, str(tmp_path), change):
+                assert "the same states of optimizers after on_load_checkpoint()" in words
+                assert "changed on rank" in words
+
+
 def test_the_example_is_a_program(tmp_path: Path) -> None:
     program = str(ROOT / "examples" / "lightning_fit.py")
     done = subprocess.run(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import zfun.interop.lightning  # noqa: F401, registers the strategies
+import zfun as zf
+import zfun.interop.lightning
 from zfun.collectives import Group
 
 LENGTH, BATCH, ACCUMULATE, STEPS, WARM_UP, CLIP = 12, 2, 2, 20, 6, 0.6
@@ -333,6 +334,39 @@ class Manual(Whole):
     def configure_optimizers(self) -> Any:
         first = torch.optim.SGD(self.net[0].parameters(), 0.5, momentum=0.9)
         return first, torch.optim.Adam(self.head.parameters(), 0.1)
+
+
+class Hooked(Whole):
+    """A module whose hook changes a checkpoint on one rank."""
+
+    change = ""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.change == f"values of rank {self.global_rank}":
+            checkpoint["state_dict"] = {k: x / 2 for k, x in checkpoint["state_dict"].items()}
+        if self.change == f"moments of rank {self.global_rank}":
+            checkpoint["optimizer_states"][0]["state"][0]["exp_avg"].zero_()
+        if self.change == f"states of rank {self.global_rank}":
+            checkpoint["optimizer_states"].clear()
+
+
+def resumed(group: Group, strategy: str, folder: str, change: str) -> Any:
+    """Go on with a fit from a checkpoint; return the values, or the words of an error."""
+    as_rank(group)
+    rows = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3) + group.rank
+    data = DataLoader(TensorDataset(rows), batch_size=4)
+    model = Hooked()
+    trainer = trainer_of(strategy, group.size, folder, enable_checkpointing=False)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(f"{folder}/{strategy}.ckpt")
+    model = Hooked()
+    model.change = change
+    trainer = trainer_of(strategy, group.size, folder, enable_checkpointing=False, max_epochs=2)
+    try:
+        trainer.fit(model, data, ckpt_path=f"{folder}/{strategy}.ckpt")
+    except zf.ZfunError as error:
+        return str(error)
+    return {key: x.detach().clone() for key, x in model.state_dict().items()}
 
 
 class Buffers(Whole):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +25,14 @@ from zfun import tree
 from zfun.checkpoint.format import decode
 from zfun.errors import CheckpointError
 from zfun.interop._named import first_names
-from zfun.interop.engine import TORCH_NAMES, Engine, ParamGroups, group_number
+from zfun.interop.engine import Engine, ParamGroups, group_number
 from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._torch_states import with_own_constants
+from zfun.interop.engine._values import is_flat, parts_of
+from zfun.interop.lightning._left import Unread, shown, torch_groups, torch_state
 from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
-from zfun.sources import Deferred, TrainingState
+from zfun.sources import TrainingState
 
 MARK = "zfun"
 """The key that has the path of a directory, whose values are in the state already."""
@@ -144,6 +145,15 @@ class Directory(NamedTuple):
         """The values of the states, by name."""
         return {name: x for s in self.states for name, x in {**s.params, **s.buffers}.items()}
 
+    def shown(self) -> dict[str, Any]:
+        """Return the checkpoint for hooks: values and moments are read when hooks ask."""
+        leaves, found = self.leaves, dict(self.checkpoint)
+        if "optimizer_states" in found:
+            pairs = zip(found["optimizer_states"], self.states, strict=True)
+            found["optimizer_states"] = [shown(*pair) for pair in pairs]
+        values = {key: leaves[name] for key, name in self.names.items()}
+        return {**found, "state_dict": Unread({**values, **self.others})}
+
 
 def opened(path: str | Path, *, weights_only: bool | None = None) -> Directory:
     """Open a directory, without a group."""
@@ -162,25 +172,6 @@ def opened(path: str | Path, *, weights_only: bool | None = None) -> Directory:
     return Directory(whole["checkpoint"], whole["others"], data["names"], states)
 
 
-@torch.no_grad()
-def take(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy values into a module that is not live; return those of values on ``meta``."""
-    later: dict[str, Any] = {}
-    for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        if name in values:
-            if x.is_meta:
-                later[name] = values[name]
-            else:
-                x.copy_(value.load() if isinstance(value := values[name], Deferred) else value)
-        elif isinstance(x, nn.Parameter):
-            raise CheckpointError(
-                f"a checkpoint has every parameter of the module; got one without {name!r}; load "
-                "the checkpoint into the module that was saved",
-                leaf=name,
-            )
-    return later
-
-
 def joined(states: Sequence[Any]) -> Any:
     """Return the states of engines as one value for ``zf.save`` and ``zf.load``."""
     return states[0] if len(states) == 1 else {str(i): x for i, x in enumerate(states)}
@@ -189,45 +180,40 @@ def joined(states: Sequence[Any]) -> Any:
 def load_states_of(
     checkpoint: Mapping[str, Any], engines: Sequence[Engine], groups: Sequence[ParamGroups]
 ) -> None:
-    """Load the whole state of a directory into the engines of a fit, with the optimizers.
+    """Load the states of the optimizers of a directory into the engines of a fit.
 
-    Callbacks may have unfrozen parameters and added groups since the values were loaded.
+    The module has its values already, which hooks may have changed. Callbacks may have unfrozen
+    parameters and added groups since.
     """
-    path = checkpoint[MARK]
-    if len(checkpoint["optimizer_states"]) != len(engines):
-        raise CheckpointError(
-            "a fit goes on with the optimizers of its checkpoint; got "
-            f"{len(engines)} and a checkpoint with {len(checkpoint['optimizer_states'])}; return "
-            "the same optimizers from configure_optimizers()",
-            path=path,
-        )
     for engine, one, numbers in zip(engines, groups, checkpoint["optimizer_states"], strict=True):
-        saved = with_own_constants(engine.state.opt_state, one, _torch_groups(numbers))
+        saved = with_own_constants(engine.state.opt_state, one, torch_groups(numbers))
         given = {"state": dict[int, Any](), "param_groups": saved}
         with empty_state(one.torch_optimizer, hooks=True) as optimizer:
             torch.optim.Optimizer.load_state_dict(optimizer, given)
         one.retain(numbers.get("trained", ()))
     for engine in engines:
         engine.prepare()
-    states = [engine.state for engine in engines]
-    like, reset = joined(states), group_number(*states)
+    path, states = checkpoint[MARK], [engine.state for engine in engines]
+    is_number, is_value = group_number(*states), _values_among(path, states)
     # Lightning leaves the random generators as they are.
-    loaded = zcheckpoint.load(path, like, rng=False, reset=reset).state
+    loaded = zcheckpoint.load(
+        path, joined(states), rng=False, reset=lambda key: is_number(key) or is_value(key)
+    ).state
     for index, engine in enumerate(engines):
         engine.zero_grad()
         engine.state = loaded if len(engines) == 1 else loaded[str(index)]
 
 
-def _torch_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the param groups that a directory has by names, with places as in torch."""
-    places = itertools.count()
-    return [
-        {
-            **{name: value for name, value in group.items() if name != "names"},
-            "params": [next(places) for _ in group["names"]],
-        }
-        for group in saved["param_groups"]
-    ]
+def _values_among(path: str, states: Sequence[Any]) -> Callable[[str], bool]:
+    """Return whether a leaf of a checkpoint is a parameter, a buffer or a master weight."""
+    masters = {*zcheckpoint.manifest_at(path)[1].masters.values()}
+    above = [f"{index}." for index in range(len(states))] if len(states) > 1 else [""]
+    for prefix, state in zip(above, states, strict=True):
+        for field, part in zip(*parts_of(state.opt_state), strict=True):
+            if is_flat(part) and field.rpartition(".")[2] == "master":
+                masters |= {f"{prefix}opt_state.{field}.{leaf}" for leaf in part.layout.paths}
+    kinds = tuple(x + kind for x in above for kind in ("params.", "frozen.", "buffers."))
+    return lambda key: key in masters or key.startswith(kinds)
 
 
 @takes(path=PATH, out=PATH, optimizer=BOOL)
@@ -278,7 +264,7 @@ def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
         )
     if optimizer:
         whole["optimizer_states"] = [
-            _torch_state(state, saved)
+            torch_state(saved, state)
             for state, saved in zip(states, checkpoint["optimizer_states"], strict=True)
         ]
     else:
@@ -286,20 +272,3 @@ def whole_of(path: str | Path, *, optimizer: bool = False) -> dict[str, Any]:
         for key in ("optimizer_states", "lr_schedulers"):
             whole.pop(key, None)
     return whole
-
-
-def _torch_state(state: TrainingState, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer in torch's form."""
-    names = [name for group in saved["param_groups"] for name in group["names"]]
-    # Checkpoints of earlier versions have one count.
-    count, numbers = {"step": torch.tensor(float(state.step or 0))}, saved.get("numbers")
-    entries: dict[int, dict[str, Any]] = {}
-    for slot, leaves in state.moments.items():
-        word = slot.rpartition(".")[2]
-        # torch has neither master weights nor an average.
-        for name, leaf in {} if word in ("master", "average") else leaves.items():
-            beside = count if numbers is None else numbers.get(name)
-            if beside is not None:
-                entry = entries.setdefault(names.index(name), dict(beside))
-                entry[TORCH_NAMES.get(word, word)] = leaf.load()
-    return {"state": entries, "param_groups": _torch_groups(saved)}

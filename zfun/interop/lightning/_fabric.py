@@ -197,7 +197,7 @@ class ZfunFabricStrategy(DDPStrategy):
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Take whole values, also into master weights. All ranks call."""
-        _runs.load_values(module, self.engines, state_dict, strict=strict)
+        _runs.load_values(module, self.engines, state_dict, {}, strict=strict)
 
     register_strategies = classmethod(_runs.register_names)
 

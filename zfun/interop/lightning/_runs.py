@@ -218,15 +218,25 @@ def master_values(values: Mapping[str, Any], engines: Sequence[Engine]) -> dict[
 
 
 def load_values(
-    module: nn.Module, engines: Sequence[Engine], values: Mapping[str, Any], *, strict: bool
+    module: nn.Module,
+    engines: Sequence[Engine],
+    values: Mapping[str, Any],
+    more: Mapping[str, Deferred],
+    *,
+    strict: bool,
 ) -> None:
-    """Load ``module.state_dict()``, into master weights without rounding; all ranks call."""
-    module.load_state_dict(values, strict=strict)
-    own = module.state_dict(keep_vars=True)
+    """Load ``module.state_dict()``, into master weights without rounding; all ranks call.
+
+    Of a live module, ``more`` are the values of other parameters by name.
+    """
+    is_whole = more.keys().isdisjoint(name for name, _ in module.named_parameters())
+    module.load_state_dict(values, strict=strict and is_whole)
+    own = module.state_dict(keep_vars=True) if engines else {}
     given = [(id(x), values[key]) for key, x in own.items() if key in values]
     for engine in engines:
         names = {id(x): name for name, x in engine.leaves.items()}
-        engine.replace({names[key]: value for key, value in given if key in names})
+        others = {name: x.load() for name, x in more.items()}
+        engine.replace({**others, **{names[key]: x for key, x in given if key in names}})
 
 
 def check_trainer(trainer: Trainer) -> None:

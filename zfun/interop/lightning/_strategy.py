@@ -23,12 +23,11 @@ from zfun import checkpoint as zcheckpoint
 from zfun.collectives import Group, process_group
 from zfun.errors import OptionError
 from zfun.interop._configured import ConfiguredOptimizer
-from zfun.interop._named import first_names
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
-from zfun.interop.lightning import _runs
+from zfun.interop.lightning import _left, _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision, precision_of
 
@@ -82,8 +81,9 @@ class ZfunStrategy(DDPStrategy):
         # Optimizers, and the step() that each had.
         self._own_steps: list[tuple[Any, Any]] = []
         self._given: dict[str, Any] = {}
-        # Of a checkpoint, for a module on meta.
+        # Of a checkpoint: for the state, and those that state_dict() has left out, by name.
         self._values: dict[str, Any] = {}
+        self._unnamed: dict[str, Any] = {}
         self._ranks: Group | None = None
         self.recipe: Recipe | None = None
         self.last_step: Any = None
@@ -353,13 +353,9 @@ class ZfunStrategy(DDPStrategy):
             given = dict[str, Any]() if weights_only is None else {"weights_only": weights_only}
             return self.checkpoint_io.load_checkpoint(path, **given)
         directory = saved.opened(path, weights_only=weights_only)
-        others = directory.others
-        if not self._live_engines():
-            tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
-            self._values = saved.take(self._own_module(), {**tensors, **directory.leaves})
-        if others:
-            self._own_module().load_state_dict(others, strict=False)
-        return {**directory.checkpoint, "state_dict": dict[str, Any](), saved.MARK: path}
+        named = {*directory.names.values()}
+        self._unnamed = {name: x for name, x in directory.leaves.items() if name not in named}
+        return {**directory.shown(), saved.MARK: path}
 
     def _live_engines(self) -> Sequence[Engine]:
         """Return the engines, if the module is live."""
@@ -367,24 +363,28 @@ class ZfunStrategy(DDPStrategy):
         return self._running().engines if is_live else ()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the values of a file of plain Lightning."""
-        module, values = self._own_module(), checkpoint["state_dict"]
-        if saved.MARK in checkpoint:
-            return
-        if _runs.is_on_meta(module):
-            names, own = first_names(module), module.state_dict(keep_vars=True)
-            known = {names.get(id(own[key]), key): x for key, x in values.items() if key in own}
-            self._values = saved.take(module, known)
+        """Load the values that hooks have left, of a directory or of a file of plain Lightning."""
+        module, engines, values = self._own_module(), self._live_engines(), checkpoint["state_dict"]
+        more, device = self._unnamed, self.root_device
+        is_sharded = saved.MARK in checkpoint and not (engines or _left.has_load_hooks(module))
+        if is_sharded or _runs.is_on_meta(module):
+            self._values = _left.take(module, values, more, device, strict=strict)
         else:
-            _runs.load_values(module, self._live_engines(), values, strict=strict)
+            if more and not engines:
+                _left.take(module, {}, more, device, strict=False)
+            _runs.load_values(module, engines, values, more, strict=strict)
+        self._unnamed = {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of the optimizers, of a directory or of a file of plain Lightning."""
-        engines = self._running().engines
+        """Load the states that hooks have left, of a directory or of a file of plain Lightning."""
+        engines, given = self._running().engines, checkpoint["optimizer_states"]
         if saved.MARK in checkpoint:
-            saved.load_states_of(checkpoint, engines, self._groups)
-            return
-        for engine, given in zip(engines, checkpoint["optimizer_states"], strict=False):
-            engine.load_optimizer_state(given)
+            assert self._ranks is not None
+            is_own, is_changed = _left.plan(given, self._groups, self._ranks)
+            if is_own:
+                saved.load_states_of(checkpoint, engines, self._groups)
+            given = _left.in_torch(given) if is_changed else ()
+        for engine, one in zip(engines, given, strict=False):
+            engine.load_optimizer_state(one)
 
     register_strategies = classmethod(_runs.register_names)
