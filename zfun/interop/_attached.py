@@ -70,8 +70,8 @@ class ZeroedEngine(Engine):
         with torch._C.DisableTorchFunctionSubclass():
             return {name: torch.zeros_like(self._params[name]) for name in self._zeroed}
 
-    def _collected(self, alike: Any = None) -> Any:
-        grads, *others = super()._collected(alike)
+    def _collected(self, *, steps: bool = False) -> Any:
+        grads, *others = super()._collected(steps=steps)
         if self._zeroed and grads is not None:
             missed = {path: x for path, x in grads.missed.items() if path not in self._zeroed}
             self._sum.grads = grads = grads.with_missed(missed)

@@ -112,29 +112,22 @@ def with_leaves(state: ZeroState, leaves: Mapping[str, Tensor]) -> ZeroState:
     return state._replace(params=params, frozen=frozen, buffers=buffers)
 
 
-@torch.no_grad()
 def settle_masters(state: ZeroState, names: Collection[str]) -> None:
-    """Give master weights the values of leaves, but where they round to these; all ranks call.
+    """Give master weights the values of leaves, but where they round to these.
 
     So code may write the values that a parameter has, or write others for a while, as an average
-    for an evaluation, and no master weight is rounded.
+    for an evaluation, and no master weight is rounded. Ranks that share the buffers write the same.
     """
-    masters = [*masters_of(state.opt_state)]
-    if not masters:
-        return
-    params, ranks = stores.resident(state.params), agreement_group(state.params.group)
-    spans = {span.path: span for span in leaf_spans(params)}
-    barrier(ranks)
-    for master in masters:
-        here, values = stores.resident(master), dict[str, Tensor]()
-        for span in leaf_spans(here):
-            if span.path in names and span.path in spans and span.start < span.stop:
-                own, wide = spans[span.path], here.buffers[span.bucket][span.start : span.stop]
+    params = stores.resident(state.params)
+    spans = {span.path: span for span in leaf_spans(params) if span.path in names}
+    for master in masters_of(state.opt_state):
+        values: dict[str, Tensor] = {}
+        for span in leaf_spans(master):
+            if (own := spans.get(span.path)) is not None:
                 first = own.start + span.first - own.first
-                new = params.buffers[own.bucket][first : first + len(wide)]
-                values[span.path] = torch.where(wide.to(new.dtype) == new, wide, new.to(wide.dtype))
-        write_leaves(master, values, local=True)
-    barrier(ranks)
+                new = params.buffers[own.bucket][first : first + span.stop - span.start]
+                values[span.path] = new
+        write_leaves(master, values, local=True, keeps_digits=True)
 
 
 def masters_of(state: Any) -> Iterator[Flat]:

@@ -414,7 +414,7 @@ class Engine(Passes):
         if not (self.is_boundary if boundary is None else boundary):
             return None
         self._check_step()
-        found, loss, told = self._collected(self._alike())
+        found, loss, told = self._collected(steps=True)
         if found is None:
             return None
         self._end_calls()  # other ranks may wait for windows of calls without a backward pass

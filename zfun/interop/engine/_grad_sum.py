@@ -21,8 +21,9 @@ from zfun.transforms import add_grads, redistribute, scale_grads
 
 # The bits of a digest of what ranks must have alike.
 _BITS = 16
-BUFFER = "buffer "
-"""Before the name of a buffer among the numbers that ranks have alike."""
+# Before the name of a buffer among these numbers.
+_BUFFER = "buffer "
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Told(NamedTuple):
@@ -114,7 +115,7 @@ class GradSum:
     def _weighted(self, grads: Any, pair: Tensor) -> Any:
         return scale_grads(grads, float(all_reduce(pair, self._mesh)[1]))
 
-    def told(self, flags: Sequence[bool], alike: Mapping[str, float] | None = None) -> Told:
+    def told(self, flags: Sequence[bool], alike: Mapping[str, Any] = _NOTHING) -> Told:
         """Send losses and flags to all ranks; every rank must call.
 
         Args:
@@ -122,14 +123,14 @@ class GradSum:
             alike: numbers of which ranks must have the same.
         """
         device = self._pairs[0].device if self._pairs else None
-        bits = [] if alike is None or self._mesh.size == 1 else _bits(alike)
+        bits = _bits(alike) if alike else []
         told = torch.tensor([*map(float, flags), *bits], device=device)
         summed = all_reduce(torch.cat([*self._pairs, told]), self._mesh)
         first = 2 * len(self._pairs)
         found = [x > 0 for x in summed[first:].tolist()]
         # Some rank has the bit, and some rank has not.
         ones, zeros = found[len(flags) :][:_BITS], found[len(flags) :][_BITS:]
-        if alike is not None and any(map(operator.and_, ones, zeros)):
+        if any(map(operator.and_, ones, zeros)):
             _check_alike(alike, self._mesh)
         return Told(summed[:first].view(-1, 2), found[: len(flags)])
 
@@ -262,14 +263,25 @@ class GradSum:
         return self.grads, loss
 
 
-def _bits(alike: Mapping[str, float]) -> list[int]:
+def alike_in(engine: Any, *, steps: bool) -> dict[str, Any]:
+    """Return the numbers of which all ranks must have the same, if an engine ``steps`` now."""
+    if not steps or sum_group(engine._group).size == 1:
+        return {}
+    groups, bound = engine._groups, engine._sum.bound
+    numbers = engine.hyperparams if groups is None else groups.numbers()
+    bounds = {"the bound of the norm": engine.clip_norm, "the bound of clip()": bound}
+    written = {f"{_BUFFER}{name}": x for name, x in engine._buffers.written.items()}
+    return {**numbers, **bounds, **written}
+
+
+def _bits(alike: Mapping[str, Any]) -> list[int]:
     """Return the bits of a digest, and those of the complement."""
     digest = zlib.crc32(repr(sorted(alike.items())).encode())
     bits = [digest >> i & 1 for i in range(_BITS)]
     return [*bits, *(1 - bit for bit in bits)]
 
 
-def _check_alike(alike: Mapping[str, float], mesh: Group) -> None:
+def _check_alike(alike: Mapping[str, Any], mesh: Group) -> None:
     """Refuse numbers that differ between ranks, and name the first; every rank must call."""
     found = gather_json(dict(alike), mesh, "numbers of a step")
     for name in sorted({name for values in found for name in values}):
@@ -277,10 +289,10 @@ def _check_alike(alike: Mapping[str, float], mesh: Group) -> None:
         rank = next((rank for rank, x in enumerate(values) if x != values[0]), None)
         if rank is None:
             continue
-        if name.startswith(BUFFER):
+        if name.startswith(_BUFFER):
             raise OptionError(
                 "the ranks of a step have the same buffers; got another value of buffer "
-                f"{name.removeprefix(BUFFER)!r} on rank {rank} than on rank 0, which code has "
+                f"{name.removeprefix(_BUFFER)!r} on rank {rank} than on rank 0, which code has "
                 "written since the last step, outside of forward; write the same value on all "
                 "ranks, or write in forward, or pass buffers='by rank'",
                 rank=rank,

@@ -25,7 +25,6 @@ from zfun.interop._named import (
     with_values,
 )
 from zfun.interop.engine._calls import Calls
-from zfun.interop.engine._grad_sum import BUFFER
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._torch_states import torch_state
@@ -376,13 +375,6 @@ class HeldModule:
     def hyperparams(self) -> dict[str, float]:
         """The numbers of :func:`zfun.optim.inject_hyperparams` in the state, by name."""
         return optim.hyperparams(self._state)
-
-    def _alike(self) -> dict[str, float]:
-        """Return the numbers of a step of which all ranks must have the same."""
-        written = {f"{BUFFER}{name}": x for name, x in self._buffers.written.items()}
-        bound: Any = {"the bound of the norm": getattr(self, "clip_norm", None)}
-        numbers = self.hyperparams if self._groups is None else self._groups.numbers() | bound
-        return {**numbers, **written}
 
     def set_hyperparams(self, **values: float) -> None:
         """Set numbers of the optimizer, as :func:`zfun.optim.set_hyperparams` does."""

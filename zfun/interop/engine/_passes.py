@@ -15,7 +15,7 @@ from torch import Tensor
 from zfun.errors import ZfunError
 from zfun.flat import Flat
 from zfun.interop._named import named
-from zfun.interop.engine._grad_sum import GradSum, Told
+from zfun.interop.engine._grad_sum import GradSum, Told, alike_in
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
 from zfun.interop.engine._running import run_backward, run_by, running_engine
@@ -181,11 +181,11 @@ class Passes(HeldModule):
         # Gradients that code has assigned to .grad come from no backward pass.
         return self._is_boundary or (not (self._sum.num_passes or self._defers) and self.has_grads)
 
-    def _collected(self, alike: Mapping[str, float] | None = None) -> tuple[Flat, Tensor, Told]:
-        """Return gradients and loss of a step, and what ranks tell; ``alike`` must be the same."""
+    def _collected(self, *, steps: bool = False) -> tuple[Flat, Tensor, Told]:
+        """Return gradients and loss, and what ranks tell, who ``steps`` with the same numbers."""
         strays = self._strays()
         # One message tells the losses, and whether any rank has stray gradients or new buffers.
-        told = self._sum.told([bool(strays), *self._buffers.changed()], alike)
+        told = self._sum.told([bool(strays), *self._buffers.changed()], alike_in(self, steps=steps))
         if told.flags[0]:
             divided = bool(self._shown)
             self._sum.add_strays(strays, self._state.params, divided=divided)
