@@ -21,7 +21,7 @@ from zfun.ops import fingerprint
 from zfun.sources import Deferred, TrainingState
 
 
-class _Entry(NamedTuple):
+class _Moments(NamedTuple):
     """The state that an optimizer has for one parameter, in files."""
 
     load: Callable[[], Any]
@@ -36,7 +36,7 @@ class Unread(collections.UserDict[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         value = self.data[key]
-        if isinstance(value, (Deferred, _Entry)):
+        if isinstance(value, (Deferred, _Moments)):
             loaded = value.load()
             # Tied values are one tensor, as in a file.
             self.data |= {other: loaded for other, x in self.data.items() if x is value}
@@ -61,7 +61,7 @@ class Unread(collections.UserDict[Any, Any]):
 
     def _is_first(self, key: Any) -> bool:
         x, first = self.data[key], self._first.get(key)
-        is_read = isinstance(first, (Deferred, _Entry)) and x is not first
+        is_read = isinstance(first, (Deferred, _Moments)) and x is not first
         return x is first or (is_read and _is_same(x, first.load()))
 
 
@@ -155,18 +155,18 @@ def torch_state(numbers: Mapping[str, Any], state: TrainingState) -> dict[str, A
     return {"state": entries, "param_groups": torch_groups(numbers)}
 
 
-def _entries(numbers: Mapping[str, Any], state: TrainingState) -> dict[int, _Entry]:
+def _entries(numbers: Mapping[str, Any], state: TrainingState) -> dict[int, _Moments]:
     names = [name for group in numbers["param_groups"] for name in group["names"]]
     # Checkpoints of earlier versions have one count.
     count, by_name = {"step": torch.tensor(float(state.step or 0))}, numbers.get("numbers")
-    entries: dict[int, _Entry] = {}
+    entries: dict[int, _Moments] = {}
     for place, name in enumerate(names):
         slots = {slot.rpartition(".")[2]: x for slot, x in state.moments.items() if name in x}
         # torch has neither master weights nor an average.
         kept = {word: x[name] for word, x in slots.items() if word not in ("master", "average")}
         beside = count if by_name is None else by_name.get(name)
         if kept and beside is not None:
-            entries[place] = _Entry(lambda kept=kept, beside=beside: _loaded(kept, beside))
+            entries[place] = _Moments(lambda kept=kept, beside=beside: _loaded(kept, beside))
     return entries
 
 
