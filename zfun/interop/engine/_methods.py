@@ -96,14 +96,17 @@ class LiveForward(LiveMethod):
         frame = sys._getframe(1)
         module = frame.f_locals["self"] if frame.f_code in _CALLS else self.module
         own, run = self._own_of(module), self._run()
-        is_call = run is not None and self._live.bound is None
-        self._live.runs = module is self.module  # a copy's parts may be copies too
+        is_own = module is self.module
+        is_call = run is not None and self._live.bound is None and (is_own or self._has(module))
+        self._live.runs = is_own  # a copy's parts may be copies too
         try:
-            if is_call and getattr(module._parameters, "live", None) is self._live:
-                return run(own, *args, **kwargs)
-            return own(*args, **kwargs)
+            return run(own, *args, **kwargs) if is_call else own(*args, **kwargs)
         finally:
             self._live.runs = False
+
+    def _has(self, module: nn.Module) -> bool:
+        """Whether a copy has parameters of the engine."""
+        return any(getattr(x._parameters, "live", None) is self._live for x in module.modules())
 
 
 # The code of nn.Module that calls forward, with hooks or without.
