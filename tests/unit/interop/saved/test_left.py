@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 Hook = Callable[[Any], object]
+# So that a step magnifies no noise of small gradients.
+EPS = 1e-3
 
 
 class Model(L.LightningModule):
@@ -50,7 +52,8 @@ class Model(L.LightningModule):
         self.log("loss", self.forward(batch))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 0.05)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, 0.05, eps=EPS)
 
     def on_load_checkpoint(self, checkpoint: Any) -> None:
         if self.hook is not None:
@@ -72,7 +75,7 @@ class Pair(Model):
 
     def configure_optimizers(self) -> Any:
         second = torch.optim.SGD([*self.norm.parameters(), self.last.bias], 0.05, momentum=0.9)
-        return torch.optim.Adam(self.first.parameters(), 0.05), second
+        return torch.optim.Adam(self.first.parameters(), 0.05, eps=EPS), second
 
 
 class Renamed(Model):
