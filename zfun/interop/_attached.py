@@ -119,8 +119,8 @@ class StepEngine(ZeroedEngine):
         if not is_read:
             self._spent.discard(name)
         elif name in self._spent:
-            drop = self._drop_added if self._sum.num_passes else self._drop
-            return _SpentGrad.of(self._params[name], name, drop)
+            drop = self._drop_added if (is_added := self._sum.num_passes > 0) else self._drop
+            return _SpentGrad.of(self._params[name], name, drop, is_added=is_added)
         return super().show_grads(name, is_read=is_read)
 
     def _drop(self, name: str) -> None:
@@ -187,15 +187,17 @@ class _SpentGrad(Tensor):
 
     _name: str
     _drop: Callable[[str], None]
+    # Whether later passes have added gradients, to which torch would have added the old ones.
+    _is_added: bool
 
     @staticmethod
-    def of(param: Tensor, name: str, drop: Callable[[str], None]) -> Tensor:
+    def of(param: Tensor, name: str, drop: Callable[[str], None], *, is_added: bool) -> Tensor:
         """Make the one of a leaf; code that sets it to zero calls ``drop``."""
         with torch._C.DisableTorchFunctionSubclass():
             found: Any = Tensor._make_wrapper_subclass(
                 _SpentGrad, param.shape, dtype=param.dtype, device=param.device
             )
-        found._name, found._drop = name, drop
+        found._name, found._drop, found._is_added = name, drop, is_added
         return found
 
     @classmethod
@@ -218,7 +220,7 @@ class _SpentGrad(Tensor):
             return first
         if func in _STAYS or (first is spent[0] and changes_nothing(func, args, kwargs or {})):
             return first
-        if spent[0]._drop.__name__ == "_drop_added":
+        if spent[0]._is_added:
             raise _kept_grads("backward()")
         raise PlacementError(
             f"a step takes the gradients; got {getattr(func, '__name__', func)}() of the .grad of "

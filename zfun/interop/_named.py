@@ -125,8 +125,10 @@ def settle_masters(state: ZeroState, names: Collection[str]) -> None:
         for span in leaf_spans(master):
             if (own := spans.get(span.path)) is not None:
                 first = own.start + span.first - own.first
-                new = params.buffers[own.bucket][first : first + span.stop - span.start]
-                values[span.path] = new
+                last = first + span.stop - span.start
+                is_here = own.start <= first and last <= own.stop
+                assert is_here or first == last, "a rank with a master weight has the parameter"
+                values[span.path] = params.buffers[own.bucket][first:last]
         write_leaves(master, values, local=True, keeps_digits=True)
 
 

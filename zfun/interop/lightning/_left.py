@@ -1,4 +1,4 @@
-"""What hooks of ``on_load_checkpoint`` have left of a directory, which they see as a file."""
+"""A directory checkpoint as hooks of ``on_load_checkpoint`` see it, and after their changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks of ``on_load_checkpoint`` leave of a directory, as plain Lightning takes it."""
+"""A fit takes the values and moments that hooks of ``on_load_checkpoint`` have changed."""
 
 from __future__ import annotations
 
