@@ -30,6 +30,7 @@ from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._torch_states import with_own_constants
 from zfun.interop.engine._values import is_flat, parts_of
 from zfun.interop.lightning._left import Unread, shown, torch_groups, torch_state
+from zfun.interop.lightning._plugins import GRAD_SCALER
 from zfun.interop.lightning._runs import master_values
 from zfun.options import BOOL, PATH, takes
 from zfun.sources import TrainingState
@@ -38,6 +39,8 @@ MARK = "zfun"
 """The key that has the path of a directory, whose values are in the state already."""
 
 _FORMAT = 1
+# Where a file of Lightning has the state of a GradScaler.
+_SCALER = "MixedPrecision"
 
 
 def read_directories() -> None:
@@ -202,6 +205,29 @@ def load_states_of(
     for index, engine in enumerate(engines):
         engine.zero_grad()
         engine.state = loaded if len(engines) == 1 else loaded[str(index)]
+
+
+def note_scale(checkpoint: dict[str, Any], engine: Engine) -> None:
+    """Write a loss scale that changes as Lightning does, so that a file of it has the scale too."""
+    state = engine.state.loss_scale
+    assert state is not None
+    scale, hysteresis, count, last_overflow = (x.item() for x in state)
+    clean = int(count - last_overflow - 1)
+    as_torch = {**GRAD_SCALER, "scale": scale, "_growth_tracker": clean % 2000}
+    # torch does not read the last one.
+    checkpoint[_SCALER] = {**as_torch, "zfun": [hysteresis, clean]}
+
+
+def load_scale(checkpoint: Mapping[str, Any], engine: Engine) -> None:
+    """Go on with the loss scale of a checkpoint, also one of plain Lightning."""
+    held, found = engine.state.loss_scale, checkpoint.get(_SCALER)
+    assert held is not None
+    if found is None:
+        return
+    hysteresis, clean = found.get("zfun") or (held.hysteresis.item(), found["_growth_tracker"])
+    numbers = (found["scale"], hysteresis, clean, -1)
+    own = [torch.full_like(x, number) for x, number in zip(held, numbers, strict=True)]
+    engine.state = engine.state._replace(loss_scale=type(held)(*own))
 
 
 def _values_among(path: str, states: Sequence[Any]) -> Callable[[str], bool]:

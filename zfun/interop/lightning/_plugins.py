@@ -24,13 +24,13 @@ from zfun.interop.lightning._options import dtype_of
 from zfun.optim import Schedule
 from zfun.options import DECAY, takes
 
-# The numbers of a GradScaler that was made without arguments.
-_GRAD_SCALER = {
+GRAD_SCALER = {
     "scale": 2.0**16,
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
     "growth_interval": 2000,
 }
+"""The numbers of a GradScaler that was made without arguments."""
 
 
 class Dtypes(FabricPrecision):
@@ -58,8 +58,8 @@ def precision_of(plugin: FabricPrecision) -> str:
     """Return the name of the dtypes of a plugin, and refuse a loss scale of its own."""
     scaler: Any = getattr(plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
-        numbers = {name: x for name, x in scaler.state_dict().items() if name in _GRAD_SCALER}
-        if numbers != _GRAD_SCALER:
+        numbers = {name: x for name, x in scaler.state_dict().items() if name in GRAD_SCALER}
+        if numbers != GRAD_SCALER:
             raise OptionError(
                 "a strategy of zfun has the loss scale in its state; got a plugin whose GradScaler "
                 f"has {numbers}; pass initial_scale_power= and loss_scale_window= to the strategy"

@@ -30,6 +30,7 @@ from zfun.interop.lightning import _checkpoint as saved
 from zfun.interop.lightning import _left, _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision, precision_of
+from zfun.optim import LossScale
 
 
 class ZfunStrategy(DDPStrategy):
@@ -324,6 +325,8 @@ class ZfunStrategy(DDPStrategy):
                 f"{storage_options!r}; leave storage_options out"
             )
         engines, kept = self._running().engines, checkpoint["state_dict"]
+        if "optimizer_states" in checkpoint and self._scale_changes():
+            saved.note_scale(checkpoint, engines[0])
         path = str(self.broadcast(filepath))
         if kept.keys() != self._given.keys() or any(
             kept[key] is not value for key, value in self._given.items()
@@ -386,5 +389,11 @@ class ZfunStrategy(DDPStrategy):
             given = _left.in_torch(given) if is_changed else ()
         for engine, one in zip(engines, given, strict=False):
             engine.load_optimizer_state(one)
+        if self._scale_changes():
+            saved.load_scale(checkpoint, engines[0])
+
+    def _scale_changes(self) -> bool:
+        assert self.recipe is not None
+        return isinstance(self.recipe.precision.loss_scale, LossScale)
 
     register_strategies = classmethod(_runs.register_names)
