@@ -138,12 +138,17 @@ class StepEngine(ZeroedEngine):
 
     def step(self, *, boundary: bool | None = None) -> Any:
         if self._spent:
-            raise _kept_grads("two steps")
+            raise _kept_grads("another step")
         self._missed = self._state.missed
         try:
             return super().step(boundary=boundary)
         finally:
             self._missed = None
+
+    def _gathered(self) -> None:
+        if self._spent:
+            raise _kept_grads("a use of them")
+        super()._gathered()
 
     def unscale(self) -> None:
         """Take the loss scale out of the gradients, as ``GradScaler.unscale_``; all ranks call."""
@@ -167,18 +172,13 @@ class StepEngine(ZeroedEngine):
             leaves = self._state.params.layout.leaves
             old, new = self._missed.of(leaves), self._state.missed.of(leaves)
             used = {x.path for x in leaves if old.get(x.path) == new.get(x.path)}
-            zeroed, self._zeroed = self._zeroed, set()
-            self._spent = {
-                name
-                for name, x in self.leaves.items()
-                if name in used and (x.requires_grad or name in zeroed)
-            }
+            self._zeroed, self._spent = set(), used.intersection(self.leaves)
 
 
 def _kept_grads(what: str) -> OptionError:
     return OptionError(
-        f"a step drops the gradients, where torch would keep them; got {what} without zero_grad() "
-        "between; call optimizer.zero_grad()"
+        f"a step takes the gradients, where torch keeps them; got {what} after it without "
+        "zero_grad() between; call optimizer.zero_grad() after each step, and clip before it"
     )
 
 

@@ -467,7 +467,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "gradients that stay": (
         Keeps,
         {},
-        r"got two steps without zero_grad\(\) between; call",
+        r"got another step after it without zero_grad",
     ),
     "float64": (Tiny, {"precision": "64-true"}, "got '64-true'; pass one of these"),
 }

@@ -169,8 +169,10 @@ class GradSum:
             partial = redistribute(partial, like.placement, like.group, name="grads")
         self.grads = add_grads(like, partial)
 
-    def check_read(self, name: str) -> None:
-        """Refuse a read of a gradient that should have a graph."""
+    def check_read(self, name: str, groups: Any) -> None:
+        """Refuse a read of a gradient that should have a graph, or that is in no sum."""
+        if groups is not None and self._pairs:
+            groups.check_read(name)
         if self.had_graph:
             raise OptionError(
                 "gradients of an engine are sums over the ranks, without a graph; got a read of "

@@ -84,7 +84,7 @@ def test_a_read_of_gradients_that_came_after_a_step_is_refused() -> None:
         for p in model.parameters():
             assert p.grad is None or p.grad.norm() >= 0
 
-    with pytest.raises(OptionError, match=r"a step drops the gradients, .* got backward\(\) with"):
+    with pytest.raises(OptionError, match=r"a step takes the gradients, .* got backward\(\) after"):
         gan(2, read)
 
 
@@ -261,3 +261,18 @@ def test_a_head_with_a_bias_is_made_under_zero_init() -> None:
     with deepspeed.zero.GatheredParameters(list(layer.parameters())):
         assert layer.bias.shape == (4,)
         assert layer.bias.isfinite().all()
+
+
+@EACH_STAGE
+def test_a_gradient_that_no_optimizer_takes_is_not_read(stage: int) -> None:
+    """It was None where torch has one, so a norm of all parameters lacked it."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    engine = Engine(model, torch.optim.SGD(model[1].parameters(), 0.1), zero=stage)
+    assert all(x.grad is None for x in model.parameters())
+    engine.backward(engine(batch()).square().mean())
+    assert model[1].weight.grad is not None
+    with pytest.raises(OptionError, match=r"\.grad of leaf '0.weight', which is in no group; free"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model[0].requires_grad_(False)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+    engine.step()

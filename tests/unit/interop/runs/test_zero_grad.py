@@ -85,9 +85,9 @@ ZEROES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def zeroed(
-    accelerator: Any, zero: Callable[[Any, Any], Any], *, reads: bool
+    accelerator: Any, zero: Callable[[Any, Any], Any], *, reads: bool, freezes: str
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """Train a branch in the first step alone, and freeze a layer after the second."""
+    """Train a branch in the first step alone, and freeze a layer in the second or after it."""
     model: Any = runs.net()
     model.branch = nn.Linear(runs.WIDTH, runs.WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
@@ -98,18 +98,21 @@ def zeroed(
         loss = mse_loss(net(x), y) + (model.branch(x).square().mean() if index == 0 else 0.0)
         if index != 3:  # a step of what is there
             accelerator.backward(loss)
+        if index == 1 and freezes == "before the step":
+            model.body[0].requires_grad_(False)
         if reads:
             grads = (x.grad for x in model.parameters())
             seen.append([None if x is None else float(x.norm()) for x in grads])
         if index != 3 or zero is not ZEROES["none"]:
             optimizer.step()
         zero(optimizer, model)
-        if index == 1:
+        if index == 1 and freezes == "after it":
             model.body[0].requires_grad_(False)
     return seen, dict(model.state_dict())
 
 
 @EACH_STAGE
+@pytest.mark.parametrize("freezes", ["before the step", "after it"])
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("zero", ZEROES)
 @pytest.mark.shows(
@@ -117,10 +120,11 @@ def zeroed(
     "right",
     "momentum and weight decay move it, as a gradient of zeros does in torch",
 )
-def test_gradients_of_zeros_are_stepped(zero: str, reads: bool, stage: int) -> None:
+def test_gradients_of_zeros_are_stepped(zero: str, reads: bool, freezes: str, stage: int) -> None:
     """The zeros were dropped like None, so the leaf stood still."""
-    seen, expected = zeroed(accelerate.Accelerator(cpu=True), ZEROES[zero], reads=reads)
-    found, values = zeroed(Accelerator(cpu=True, zero=stage), ZEROES[zero], reads=reads)
+    options: Any = {"reads": reads, "freezes": freezes}
+    seen, expected = zeroed(accelerate.Accelerator(cpu=True), ZEROES[zero], **options)
+    found, values = zeroed(Accelerator(cpu=True, zero=stage), ZEROES[zero], **options)
     for row, right in zip(found, seen, strict=True):
         assert row == pytest.approx(right, abs=1e-6)
     for name, value in expected.items():
@@ -136,7 +140,7 @@ def test_gradients_of_zeros_are_stepped(zero: str, reads: bool, stage: int) -> N
 )
 def test_gradients_that_nobody_drops_are_refused(every: int, stage: int) -> None:
     """torch adds to them; they were dropped in silence."""
-    with pytest.raises(OptionError, match=r"got two steps without zero_grad\(\) between; call"):
+    with pytest.raises(OptionError, match=r"got another step after it without zero_grad"):
         trained(Accelerator(cpu=True, zero=stage), DROPS["optimizer"], first=True, every=every)
 
 
@@ -184,6 +188,17 @@ def test_a_gradient_that_a_step_has_taken_is_not_read(read: str, stage: int) -> 
     assert grad is not None
     with pytest.raises(PlacementError, match=r"a step takes the gradients; got .* after it; read"):
         READS[read](grad, model)
+
+
+@EACH_STAGE
+def test_a_clip_after_the_step_is_refused(stage: int) -> None:
+    """Its norm was 0."""
+    accelerator, model, optimizer, _ = stepped(stage)
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(OptionError, match=r"got a use of them after it .* clip before it"):
+            clip(model.parameters(), 1.0)
+    optimizer.zero_grad()
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
 @EACH_STAGE
@@ -236,9 +251,9 @@ def test_gradients_that_are_dropped_in_part_are_refused(stage: int) -> None:
     first.grad = None
     backward()
     assert second.grad is not None
-    with pytest.raises(OptionError, match=r"got backward\(\) without zero_grad\(\) between; call"):
+    with pytest.raises(OptionError, match=r"got backward\(\) after it without zero_grad"):
         second.grad.norm()
-    with pytest.raises(OptionError, match=r"got two steps without zero_grad\(\) between; call"):
+    with pytest.raises(OptionError, match=r"got another step after it without zero_grad"):
         optimizer.step()
     optimizer.zero_grad()
     backward()
