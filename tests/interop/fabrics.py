@@ -232,7 +232,7 @@ def unfreezing(fabric: Fabric) -> Any:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     model[0].requires_grad_(False)
     model[2].bias.requires_grad_(False)
-    inner = torch.optim.Adam(model[2].parameters(), 0.1)
+    inner = torch.optim.Adam(model[2].parameters(), 0.1, amsgrad=True)
     wrapped, optimizer = fabric.setup(model, inner)
     for index, batch in enumerate(shared_rows(fabric, 6)):
         if index == 2:

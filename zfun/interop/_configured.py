@@ -141,7 +141,7 @@ def _check_reads(optimizer: Any) -> None:
         for name, x in vars(optimizer).items()
         if name not in _BOOKKEEPING and not isinstance(x, _FUNCTIONS)
         # Hooks may have parameters, and so has the engine.
-        if not name.startswith(("_optimizer_", "_zfun_")) and _has(x, own)
+        if not name.startswith(("_optimizer_", "_zfun_", "zfun_")) and _has(x, own)
     ]
     for cls in class_of(optimizer).__mro__:
         functions = (pair for pair in vars(cls).items() if isinstance(pair[1], _FUNCTIONS))

@@ -198,7 +198,7 @@ def late() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "gradients that stay": (two_steps, r"got two steps without zero_grad\(\) between; call opt"),
+    "gradients that stay": (two_steps, r"got another step after it without zero_grad"),
     "a second optimizer": (
         lambda: set_up(sgd_of("weight"), sgd_of("bias")),
         r"got SGD of another one; pass a model with its optimizers to fabric.setup\(model",
