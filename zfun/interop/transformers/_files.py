@@ -9,6 +9,7 @@ files are loaded as ``transformers`` loads them.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from zfun.checkpoint.format import decode
 _NOTED = "weights"
 # Of transformers, whole or in pieces, and of PEFT, also in a folder for each adapter.
 _PATTERNS = ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model*", "*/adapter_model*")
-_CHUNK = 1 << 24
 
 
 def weights_in(folder: str | Path) -> dict[str, list[Any]]:
@@ -69,8 +69,5 @@ def _is_same(path: Path, size: int, time: int, digest: str) -> bool:
 
 
 def _hash(path: Path) -> str:
-    found = xxhash.xxh64()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh64).hexdigest()
