@@ -25,16 +25,16 @@ class Scheduled:
         last_batch_iteration: the number of the last step; -1 before the first.
     """
 
-    order: ClassVar[tuple[str, ...]] = ()
+    order: ClassVar[str] = ""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *params: Any, **options: Any) -> None:
-        kind = type(self).__name__
-        if len(params) > len(self.order):
+        kind, names = type(self).__name__, self.order.split()
+        if len(params) > len(names):
             raise OptionError(
-                f"{kind} takes {len(self.order)} arguments by position; got {len(params)}; pass "
-                "the others by name"
+                f"{kind} takes {len(names)} arguments by position; got {len(params)}; pass the "
+                "others by name"
             )
-        given = {**dict(zip(self.order, params, strict=False)), **options}
+        given = {**dict(zip(names, params, strict=False)), **options}
         rule = completed(Rule(kind, given))
         self.last_batch_iteration = -1
         self.optimizer = optimizer
@@ -97,41 +97,33 @@ class WarmupLR(Scheduled):
         [0.0, 0.0, 0.25, 0.5]
     """
 
-    order = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+    order = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
 
 
 class WarmupDecayLR(Scheduled):
     """A rise to ``warmup_max_lr``, then a straight fall to ``warmup_min_lr`` at the end."""
 
-    order = ("total_num_steps", *WarmupLR.order)
+    order = f"total_num_steps {WarmupLR.order}"
 
 
 class WarmupCosineLR(Scheduled):
     """A rise to the learning rate of each group, then half a cosine down."""
 
-    order = (
-        "total_num_steps",
-        "warmup_min_ratio",
-        "warmup_num_steps",
-        "cos_min_ratio",
-        "warmup_type",
-    )
+    order = "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"
 
 
 class OneCycle(Scheduled):
     """A rise and a fall of the learning rate, and of the momentum the other way."""
 
-    order = ("cycle_min_lr", "cycle_max_lr")
+    order = "cycle_min_lr cycle_max_lr"
 
 
 class LRRangeTest(Scheduled):
     """A rise in steps, to find the largest learning rate that trains."""
 
     order = (
-        "lr_range_test_min_lr",
-        "lr_range_test_step_size",
-        "lr_range_test_step_rate",
-        "lr_range_test_staircase",
+        "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate "
+        "lr_range_test_staircase"
     )
 
 
