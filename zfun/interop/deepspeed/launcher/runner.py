@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import socket
 import sys
@@ -135,10 +136,9 @@ def start_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Start:
     slots = list(hosts.values())[node]
     if torch.cuda.is_available() and (args.include or args.exclude):
         seen = environment.get("CUDA_VISIBLE_DEVICES")
-        devices = [str(slot) for slot in slots] if seen is None else seen.split(",")
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
-            devices if seen is None else [devices[slot] for slot in slots]
-        )
+        devices = None if seen is None else seen.split(",")
+        chosen = [str(slot) if devices is None else devices[slot] for slot in slots]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     command = [sys.executable, *_TORCHRUN, f"--nproc-per-node={len(slots)}"]
     if len(hosts) > 1 or args.master_addr or args.master_port:
         command += [f"--nnodes={len(hosts)}", f"--node-rank={node}"]
@@ -183,16 +183,16 @@ def fetch_hostfile(hostfile_path: str | Path | None) -> dict[str, int] | None:
         return None
     found: dict[str, int] = {}
     for line in Path(hostfile_path).read_text(encoding="utf-8").splitlines():
-        text = line.partition("#")[0].split()
+        text = line.partition("#")[0].strip()
         if not text:
             continue
-        is_good = len(text) == 2 and text[1].removeprefix("slots=").isdigit()
-        if not is_good or text[0] in found or not text[1].startswith("slots="):
+        parts = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        if parts is None or parts[1] in found:
             raise OptionError(
                 f"a line of a hostfile is 'host slots=N', once for each host; got {line!r}; "
                 "correct the line"
             )
-        found[text[0]] = int(text[1].removeprefix("slots="))
+        found[parts[1]] = int(parts[2])
     return found
 
 
