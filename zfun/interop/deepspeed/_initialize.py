@@ -19,20 +19,16 @@ from zfun.interop.deepspeed.pipe import PipelineModule
 from zfun.interop.deepspeed.runtime import RepeatingLoader
 from zfun.interop.deepspeed.runtime.zero._owners import taken
 from zfun.interop.ds_config import AutoValues
-from zfun.options import ANY, FUNCTION, PATH, instance, takes
-
-_CONFIG = instance(Mapping, "a dict", '{"zero_optimization": {"stage": 3}}') | PATH | None
+from zfun.interop.ds_config._recipe import AUTO, CONFIG
+from zfun.options import ANY, instance, takes
 
 
 @takes(
-    **dict.fromkeys(("args", "optimizer", "model_parameters", "training_data", "mpu"), ANY),
-    **dict.fromkeys(("lr_scheduler", "distributed_port", "dist_init_required", "mesh_param"), ANY),
+    **dict.fromkeys(("model_parameters", "distributed_port", "dist_init_required"), ANY),
     model=instance(nn.Module, "an nn.Module", "torch.nn.Linear(2, 1)") | None,
-    collate_fn=FUNCTION | None,
-    config=_CONFIG,
-    config_params=_CONFIG,
-    auto=instance(AutoValues, "a zf.interop.AutoValues", "zf.interop.AutoValues(hidden_size=768)")
-    | None,
+    config=CONFIG | None,
+    config_params=CONFIG | None,
+    auto=AUTO,
 )
 def initialize(
     args: Any = None,

@@ -214,10 +214,14 @@ def options_of(recipe: Recipe, group: Group, *, has_stores: bool = True) -> dict
     return {**own, "offload": recipe.offload()} if has_stores else own
 
 
+CONFIG = instance(Mapping, "a dict", '{"zero_optimization": {"stage": 3}}') | PATH
+_EXAMPLE = "zf.interop.AutoValues(hidden_size=768)"
+AUTO = instance(AutoValues, "a zf.interop.AutoValues", _EXAMPLE) | None
+
+
 @takes(
-    config=instance(Mapping, "a dict", '{"zero_optimization": {"stage": 3}}') | PATH,
-    auto=instance(AutoValues, "a zf.interop.AutoValues", "zf.interop.AutoValues(hidden_size=768)")
-    | None,
+    config=CONFIG,
+    auto=AUTO,
     optimizer=FUNCTION | None,
     late=each(one_of("num_steps", "num_warmup"), "names of values of a run", "('num_steps',)"),
 )

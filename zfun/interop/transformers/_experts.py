@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.modules import functional
-from zfun.options import GROUP, instance, takes
+from zfun.options import instance, takes
 from zfun.parallel import check_experts, dispatch
 
 
-@takes(model=instance(PreTrainedModel, "a model of transformers", "model"), axis=GROUP)
+@takes(model=instance(PreTrainedModel, "a model of transformers", "model"))
 def expert_parallel(model: PreTrainedModel, axis: Group) -> Any:
     """Return a model whose tokens travel to the ranks of their experts: ``S -> S``.
 

@@ -223,7 +223,6 @@ def _function(
 @takes(
     model=instance(PreTrainedModel, "a model of transformers", "LlamaForCausalLM(config)"),
     mesh=instance(NamedMesh, "a zf.mesh()", "zf.mesh(group, dp=2, tp=2)"),
-    num_micro_batches=integer(1),
 )
 def mesh_loss(
     model: PreTrainedModel, mesh: NamedMesh, num_micro_batches: int = 1

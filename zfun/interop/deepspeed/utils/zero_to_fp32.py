@@ -23,7 +23,7 @@ from torch import Tensor
 from zfun.checkpoint import training_state
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop.deepspeed._absent import absent
-from zfun.options import BOOL, PATH, TEXT, integer, takes
+from zfun.options import PATH, TEXT, integer, takes
 from zfun.sources import Source, TrainingState, joined, write_safetensors
 from zfun.sources import deepspeed as deepspeed_source
 
@@ -42,7 +42,7 @@ _NUMBERS = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-@takes(checkpoint_dir=PATH, tag=TEXT | None, exclude_frozen_parameters=BOOL, lazy_mode=BOOL)
+@takes(checkpoint_dir=PATH)
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path,
     tag: str | None = None,
@@ -73,14 +73,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return _wide(_weights(checkpoint_dir, tag, exclude_frozen_parameters))
 
 
-@takes(
-    checkpoint_dir=PATH,
-    output_dir=PATH,
-    max_shard_size=TEXT | integer(1) | None,
-    safe_serialization=BOOL,
-    tag=TEXT | None,
-    exclude_frozen_parameters=BOOL,
-)
+@takes(checkpoint_dir=PATH, output_dir=PATH, max_shard_size=TEXT | integer(1) | None)
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
