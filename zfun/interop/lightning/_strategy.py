@@ -104,13 +104,9 @@ class ZfunStrategy(DDPStrategy):
             precision_plugin if is_own else ZfunPrecision(precision_of(precision_plugin))
         )
 
-    @property
-    def checkpoint_io(self) -> Any:
-        """Lightning's removal of checkpoints."""
-        return DDPStrategy.checkpoint_io.fget(self)
-
-    @checkpoint_io.setter
+    @DDPStrategy.checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
+        """Refuse another plugin: Lightning's own removes checkpoints."""
         raise OptionError(
             "zf.save() writes the checkpoints of ZfunStrategy; got the plugin "
             f"{type(io).__name__}; remove the plugin"
