@@ -169,10 +169,16 @@ class GradSum:
             partial = redistribute(partial, like.placement, like.group, name="grads")
         self.grads = add_grads(like, partial)
 
-    def check_read(self, name: str, groups: Any) -> None:
+    def check_read(self, name: str, engine: Any) -> None:
         """Refuse a read of a gradient that should have a graph, or that is in no sum."""
-        if groups is not None and self._pairs:
-            groups.check_read(name)
+        is_missed = engine._groups is not None and engine._groups.leaves_out(name)
+        if is_missed and (self._pairs or engine.has_grads or engine._shown):
+            raise OptionError(
+                "an engine computes the gradients of the parameters in its optimizer; got a read "
+                f"of .grad of leaf {name!r}, which is in no group; freeze it with "
+                "requires_grad_(False), or give it to the optimizer",
+                leaf=name,
+            )
         if self.had_graph:
             raise OptionError(
                 "gradients of an engine are sums over the ranks, without a graph; got a read of "

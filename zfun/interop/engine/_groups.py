@@ -116,16 +116,10 @@ class ParamGroups:
         params = [p for group in self.groups for p in group["params"]]
         return {self._names[id(p)]: i for i, p in enumerate(params) if id(p) in self._names}
 
-    def check_read(self, name: str) -> None:
-        """Refuse a read of a gradient that torch has and no engine computes."""
-        is_trained = name in self.labels or name in self.positions()
-        if not is_trained and self._params[name].requires_grad:
-            raise OptionError(
-                "an engine computes the gradients of the parameters in its optimizer; got a read "
-                f"of .grad of leaf {name!r}, which is in no group; freeze it with "
-                "requires_grad_(False), or give it to the optimizer",
-                leaf=name,
-            )
+    def leaves_out(self, name: str) -> bool:
+        """Whether a parameter requires a gradient and is in no group."""
+        is_known = name in self.labels or name in self.positions()
+        return not is_known and self._params[name].requires_grad
 
     def retain(self, names: Iterable[str]) -> None:
         """Take parameters as trained, as in an earlier run, though frozen now."""

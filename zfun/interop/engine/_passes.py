@@ -318,7 +318,7 @@ class Passes(HeldModule):
         """
         self._settle()
         if is_read:
-            self._sum.check_read(name, self._groups)
+            self._sum.check_read(name, self)
         if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
             return None
         self._collected()
