@@ -12,6 +12,7 @@ import peft
 import torch
 import transformers
 import trl
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zfun.interop.transformers import Trainer
@@ -23,6 +24,7 @@ KINDS = (
     "sft adalora",
     "sft modules",
     "sft parameters",
+    "sft prompt",
     "dpo",
     "dpo lora",
     "reward",
@@ -89,6 +91,8 @@ def adapter(name: str) -> Any:
     }
     if name == "adalora":
         return peft.AdaLoraConfig(**common, total_step=10, init_r=4, target_r=2, tinit=1, tfinal=2)
+    if name == "prompt":
+        return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     more: dict[str, Any] = {
         "lora": {},
         "dora": {"use_dora": True},
@@ -101,7 +105,9 @@ def adapter(name: str) -> Any:
 def run(
     kind: str, stage: int | None, model: str, *, native: bool = True
 ) -> list[tuple[float, float]]:
-    """Train three steps, and return loss and norm of each.
+    """Train three steps, save the model, and return loss and norm of each step.
+
+    The rank that saves returns a row of two sums of what the files have, too.
 
     Args:
         kind: one of ``KINDS``.
@@ -139,7 +145,10 @@ def run(
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
         }
     with tempfile.TemporaryDirectory() as folder:
         arguments = config(
@@ -159,9 +168,15 @@ def run(
         made = cls(args=arguments, **given, **more)
         made.remove_callback(transformers.PrinterCallback)
         made.train()
-    return [
+        # PEFT asks the module for some of the names and values that it saves.
+        made.save_model()
+        files = sorted(Path(folder).glob("*.safetensors"))
+        saved = [x.double() for path in files for x in load_file(path).values()]
+    rows = [
         (row["loss"], float(row["grad_norm"])) for row in made.state.log_history if "loss" in row
     ]
+    sums = float(sum(x.sum() for x in saved)), float(sum(x.norm() for x in saved))
+    return [*rows, sums] if saved else rows
 
 
 def compare(group: Any, kinds: tuple[str, ...], model: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from zfun import stores, tree
 from zfun.collectives import agreement_group, barrier
-from zfun.errors import SpecMismatch
+from zfun.errors import PlacementError, SpecMismatch
 from zfun.flat import Flat, flats, leaf_spans
 from zfun.optim import MasterState
 from zfun.recipes import ZeroState
@@ -49,6 +50,38 @@ def state_dict_of(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, 
     names, own = first_names(module), module.state_dict(keep_vars=True)
     merged = {key: values.get(names.get(id(x), ""), x) for key, x in own.items()}
     return {key: x.detach() if isinstance(x, Tensor) else x for key, x in merged.items()}
+
+
+class _Lent(dict[str, Tensor]):
+    """Values of some leaves, which stand for a module on one rank."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise PlacementError(
+            "a rank that saves alone reads the values that it got; got a read of leaf "
+            f"{name!r}, which is none of them; pass a state_dict with the leaf, or save on all "
+            "ranks",
+            leaf=name,
+        )
+
+
+@contextlib.contextmanager
+def answering(engine: Any, values: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Let the module have these values in a context, on this rank alone, and gather nothing.
+
+    ``save_pretrained()`` of some classes asks the module too, though it gets the values.
+
+    Args:
+        engine: of a live module.
+        values: whole, by names of the module, or ``None`` to change nothing.
+    """
+    live, lent, found = engine._live, _Lent(), values or {}
+    for name, x in engine.module.named_parameters(remove_duplicate=False) if found else ():
+        leaf = live.name_of(x)
+        if leaf is not None and (name in found or not live.is_hidden(leaf)):
+            with torch._C.DisableTorchFunctionSubclass():
+                lent[leaf] = found.get(name, x.detach())
+    with live.lending(lent, keeps=False) if lent else contextlib.nullcontext(), torch.no_grad():
+        yield
 
 
 def with_values(

@@ -14,6 +14,7 @@ from torch import nn
 from zfun import checkpoint
 from zfun.collectives import Group
 from zfun.errors import CheckpointError
+from zfun.interop._named import answering
 from zfun.interop.deepspeed._scales import go_on
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.utils import zero_to_fp32
@@ -70,10 +71,12 @@ class SavedEngine(nn.Module):
         this rank, so the method would gather the weights on this rank alone.
         """
         given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
-        is_idle = given.get("is_main_process") is False and given.get("state_dict") is None
+        weights = {**kwargs, **given}.get("state_dict")
+        is_idle = given.get("is_main_process") is False and weights is None
         if is_idle and self._ranks.rank != 0 and self._consolidated_at == self.global_steps:
             return None
-        return own(*args, **kwargs)
+        with answering(self._core, weights):
+            return own(*args, **kwargs)
 
     def load_module_state_dict(
         self,

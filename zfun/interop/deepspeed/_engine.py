@@ -84,7 +84,7 @@ class DeepSpeedEngine(SavedEngine):
         self._within: str | None = None
         self._boundary: bool | None = None
         self._consolidated_at = None
-        if settings.recipe.stage == 3 and hasattr(module, "save_pretrained"):
+        if hasattr(module, "save_pretrained"):
             self._core._live.wrap("save_pretrained", self._save_pretrained)
         if settings.recipe.stage == 3:
             module.__dict__["ds_external_parameters"] = functools.partial(iter, ())
