@@ -188,6 +188,20 @@ def with_unfreezing(parent: Any) -> dict[str, Any]:
     return {"model": model, "optimizers": (optimizer, constant), "callbacks": [Unfreeze()]}
 
 
+def with_noise_after_the_clip(parent: Any) -> dict[str, Any]:
+    """Gradients that a callback makes larger than the bound to which the Trainer has clipped."""
+    model = llama()
+
+    class Noise(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            generator = torch.Generator().manual_seed(state.global_step)
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.add_(torch.randn(param.shape, generator=generator), alpha=0.1)
+
+    return {"model": model, "callbacks": [Noise()], "options": {"max_grad_norm": 0.1}}
+
+
 LOOPS = [
     of_self_model,
     of_a_reference_held_elsewhere,
@@ -198,6 +212,7 @@ LOOPS = [
     of_a_step_with_two_backwards,
     with_a_parameter_of_the_loss,
     with_unfreezing,
+    with_noise_after_the_clip,
 ]
 
 

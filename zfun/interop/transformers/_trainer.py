@@ -16,11 +16,12 @@ from zfun.checkpoint import agree, attempt
 from zfun.collectives import Group, agreement_group, process_group
 from zfun.errors import CheckpointError
 from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop._named import answering
 from zfun.interop._resumed import load_parts, moments_beside
 from zfun.interop.accelerate import Accelerator
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
-from zfun.interop.engine import Engine
+from zfun.interop.engine import UNBOUNDED, Engine
 from zfun.interop.engine._live import live_of
 from zfun.interop.transformers._files import are_own, is_own, note, weights_in
 from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
@@ -152,7 +153,8 @@ class Trainer(transformers.Trainer):
         self._group: Group = options["group"]
         self.accelerator = Accelerator.of(self.accelerator, options, self._mixed_precision)
         bound = self.args.max_grad_norm if self._recipe is None else self._recipe.max_grad_norm
-        self.accelerator.clips_by_default = bound if bound and bound > 0 else None
+        # transformers clips, and callbacks may change what it has clipped.
+        self.accelerator.clips_by_default = UNBOUNDED if bound and bound > 0 else None
 
     @functools.cached_property
     def _ranks(self) -> Group:
@@ -273,8 +275,11 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.args.should_save or self.engine is None:
+        if (engine := self.engine) is None:
             super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            with answering(engine, state_dict):
+                super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self.accelerator.without_moments():
