@@ -19,6 +19,8 @@ from zfun.errors import NotElementwiseError, OptionError
 from zfun.interop import ds_config
 from zfun.interop.ds_config._optimizers import own_rates
 from zfun.interop.ds_config._recipe import options_of
+from zfun.interop.ds_config.table import params_of
+from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 
 Rule: TypeAlias = tuple[Callable[..., optim.Optimizer], dict[str, Any]]
 """A function that makes an optimizer, and the options."""
@@ -51,6 +53,9 @@ class ConfiguredOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], rule: ds_config.Rule) -> None:
         self.rule = rule
+        # As in DeepSpeed, the groups of a type of torch are those of the class.
+        is_torchs = rule.kind in TORCH_OPTIMIZERS
+        self.torch_class = getattr(torch.optim, rule.kind) if is_torchs else type(self)
         super().__init__(params, _numbers_of(rule))
 
     def step(self, closure: Any = None) -> Any:
@@ -84,7 +89,7 @@ def zero_options(recipe: ds_config.Recipe, group: Group) -> dict[str, Any]:
 def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     """Return the rule of a group of an optimizer of torch, or of a configuration."""
     configured = getattr(optimizer, "rule", None)
-    if isinstance(configured, ds_config.Rule):
+    if isinstance(configured, ds_config.Rule) and configured.kind not in TORCH_OPTIMIZERS:
         return _configured_rule(configured, group)
     return _torch_rule(optimizer, class_of(optimizer), group)
 
@@ -247,6 +252,8 @@ def _configured_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
     if rule.kind == "Muon":
         return _muon_rule(rule, group)
     options = {name: group.get(name, value) for name, value in rule.options.items()}
+    # A key that the type does not take is refused with its remedy.
+    options |= {name: x for name, x in group.items() if name in params_of(rule.kind)}
     items = ((name, tuple(x) if isinstance(x, list) else x) for name, x in options.items())
     made = _made(rule.kind, tuple(items))
     return getattr(optim, made.name), dict(made.options)
@@ -255,6 +262,9 @@ def _configured_rule(rule: ds_config.Rule, group: Mapping[str, Any]) -> Rule:
 def _numbers_of(rule: ds_config.Rule) -> dict[str, Any]:
     """Return the numbers of a group; the rates of Muon's parts are those where lr is base_lr."""
     options = dict(rule.options)
+    if rule.kind in TORCH_OPTIMIZERS:
+        made = getattr(torch.optim, rule.kind)([torch.nn.Parameter(torch.zeros(1))], **options)
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in made.defaults.items()}
     if rule.kind == "Muon":
         options |= {**own_rates(options), "base_lr": options["lr"]}
     return options

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zfun import optim
 from zfun.errors import CheckpointError, OptionError
-from zfun.interop._configured import Rule, check_made_anew, flags_of, rule_of, unwrapped
+from zfun.interop._configured import Rule, check_made_anew, class_of, flags_of, rule_of, unwrapped
 from zfun.interop.engine._moments import ShardedMoments, check_functions, join, leave
 from zfun.interop.engine._values import parts_of
 from zfun.optim import Optimizer
@@ -220,7 +220,7 @@ class ParamGroups:
         if (found := self._changed(state, options)) is not None:
             name, before, now = found
             raise OptionError(
-                f"{type(self.torch_optimizer).__name__} has constant {name}; got {now!r} in a "
+                f"{class_of(self.torch_optimizer).__name__} has constant {name}; got {now!r} in a "
                 f"group, and {before!r} before; leave {name} as it is, and pass "
                 "cycle_momentum=False to a scheduler that cycles it"
             )
@@ -277,7 +277,7 @@ class ParamGroups:
         if (found := self._changed(state, self._options(merged))) is not None:
             name, before, now = found
             raise CheckpointError(
-                f"{type(self.torch_optimizer).__name__} has constant {name}; got {now!r} in a "
+                f"{class_of(self.torch_optimizer).__name__} has constant {name}; got {now!r} in a "
                 f"saved group, and {before!r} in this run; make the optimizer with the saved "
                 f"{name}"
             )

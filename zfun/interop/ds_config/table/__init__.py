@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,3 +52,11 @@ def keys_of(optimizer: str | None, scheduler: str | None) -> Mapping[str, Key]:
         elif kind is None:
             found[key.path] = key._replace(verdict="ignored")
     return found
+
+
+@functools.cache
+def params_of(optimizer: str) -> frozenset[str]:
+    """Return the names that a type of optimizer has in ``params``, refused ones included."""
+    start = "optimizer.params."
+    paths = keys_of(optimizer, None)
+    return frozenset(path[len(start) :] for path in paths if path.startswith(start))

@@ -1,0 +1,169 @@
+"""Parameter groups of the optimizer of a configuration, beside those of the classes of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zfun as zf
+import zfun.interop.deepspeed as deepspeed
+from tests.interop.deepspeed_runs import BATCH, WIDTH, net, ranks, weights
+from zfun.errors import ConfigError, OptionError
+from zfun.interop._configured import ConfiguredOptimizer
+from zfun.interop.ds_config import Rule
+from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+# By type: the options of one group, and those that the script writes into all of them later.
+OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "RMSprop": ({"alpha": 0.3, "weight_decay": 0.5}, {"momentum": 0.7, "eps": 0.1}),
+    "NAdam": ({"betas": (0.2, 0.3), "momentum_decay": 0.1}, {"weight_decay": 0.5}),
+    "RAdam": ({"betas": (0.2, 0.3), "eps": 0.1}, {"weight_decay": 0.5}),
+    "Adamax": ({"betas": (0.2, 0.3), "weight_decay": 0.5}, {"eps": 0.1}),
+    "Adadelta": ({"rho": 0.3, "weight_decay": 0.5}, {"eps": 0.1, "rho": 0.5}),
+    "ASGD": ({"lambd": 0.5, "weight_decay": 0.5}, {"alpha": 0.3}),
+    "Rprop": ({"etas": (0.2, 1.4), "step_sizes": (1e-5, 0.02)}, {"lr": 0.05}),
+}
+SIZES = {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 0}
+
+
+def configured(kind: str, **params: Any) -> dict[str, Any]:
+    start = {"momentum": 0.3} if kind == "RMSprop" else {}
+    return {"type": kind, "params": {"lr": 0.02, **start, **params}}
+
+
+def groups_of(model: nn.Module, own: dict[str, Any]) -> list[dict[str, Any]]:
+    wide = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": wide, **own}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
+
+
+def x_of(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def engine_of(section: dict[str, Any], own: dict[str, Any], **options: Any) -> Any:
+    model, stage = net(), options.pop("stage", 1)
+    config = {**SIZES, "optimizer": section, "zero_optimization": {"stage": stage}}
+    return deepspeed.initialize(
+        model=model, model_parameters=groups_of(model, own), config={**config, **options}
+    )[0]
+
+
+def step(engine: Any, number: int) -> None:
+    engine.backward(engine(x_of(number)).square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("kind", TORCH_OPTIMIZERS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_groups_of_a_type_of_torch_have_their_own_numbers(kind: str, stage: int) -> None:
+    """Silently, all groups had the numbers of the configuration, and later writes no effect."""
+    own, later = OWN[kind]
+    section = configured(kind)
+
+    def main(group: zf.Group) -> Any:
+        model = net()
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=groups_of(model, own),
+            config={**SIZES, "optimizer": section, "zero_optimization": {"stage": stage}},
+            mpu=ranks(group),
+        )
+        first = [{n: x for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
+        for number in range(6):
+            for each in optimizer.param_groups if number == 3 else ():
+                each.update(later)
+            step(engine, number)
+        return weights(engine), first
+
+    model = net()
+    torchs = getattr(torch.optim, kind)(groups_of(model, own), **section["params"])
+    expected = [{n: x for n, x in g.items() if n != "params"} for g in torchs.param_groups]
+    for number in range(6):
+        for each in torchs.param_groups if number == 3 else ():
+            each.update(later)
+        model(x_of(number)).square().mean().backward()
+        torchs.step()
+        torchs.zero_grad()
+    for found, first in zf.simulate(2, main):
+        assert first == expected
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), **CLOSE)
+
+
+def test_the_momentum_of_a_type_of_torch_is_that_of_its_groups() -> None:
+    def moments(section: dict[str, Any], **own: Any) -> list[Any]:
+        return engine_of(section, own).get_mom()
+
+    assert moments(configured("NAdam", betas=[0.8, 0.9]), betas=(0.5, 0.6)) == [
+        (0.5, 0.6),
+        (0.8, 0.9),
+    ]
+    assert moments(configured("RMSprop"), momentum=0.6) == [0.6, 0.3]
+    assert moments(configured("Rprop")) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "Rprop"])
+def test_a_constant_of_a_type_of_torch_that_changes_is_refused(kind: str) -> None:
+    name = "betas" if kind == "NAdam" else "etas"
+    engine = engine_of(configured(kind), {})
+    step(engine, 0)
+    engine.optimizer.param_groups[0][name] = (0.25, 1.5 if kind == "Rprop" else 0.5)
+    with pytest.raises(OptionError, match=f"{kind} has constant {name}"):
+        step(engine, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("SGD", "dampening", 0.5),
+        ("SGD", "maximize", True),
+        ("Adagrad", "maximize", True),
+        ("Adam", "amsgrad", True),
+        ("AdamW", "bias_correction", False),
+        ("Lamb", "eps_inside_sqrt", True),
+    ],
+)
+def test_a_key_of_a_group_that_the_type_does_not_take_is_refused(
+    kind: str, key: str, value: Any
+) -> None:
+    """A step of DeepSpeed reads these; they had no effect, silently."""
+    section = {"type": kind, "params": {"lr": 0.1}}
+    with pytest.raises(ConfigError, match=rf"parameter group of {kind}.*\n.*{key}: must be"):
+        engine_of(section, {key: value})
+    engine = engine_of(section, {"name": "wide", key: not value if value != 0.5 else 0.0})
+    step(engine, 0)
+    engine.optimizer.param_groups[1][key] = value
+    with pytest.raises(ConfigError, match=key):
+        step(engine, 1)
+
+
+def test_a_key_that_a_step_of_a_class_reads_is_refused() -> None:
+    """The option is one of the constructor, and it chooses the rule."""
+    engine = engine_of(configured("Adamax"), {})
+    step(engine, 0)
+    engine.optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(OptionError, match="Adamax has constant maximize"):
+        step(engine, 1)
+
+
+def test_options_of_an_implementation_change_nothing() -> None:
+    """``foreach`` is an option of the class, and of no rule."""
+    found = []
+    for options in ({}, {"foreach": True}, {"foreach": False}):
+        engine = engine_of(configured("RAdam", **options), {})
+        step(engine, 0)
+        found.append(weights(engine))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def test_a_configured_optimizer_keeps_its_class_for_strategies() -> None:
+    """Lightning asks for it where it clips, and no step runs without an engine."""
+    optimizer = ConfiguredOptimizer(net().parameters(), Rule("NAdam", {"lr": 0.1}))
+    assert optimizer.torch_class is torch.optim.NAdam
+    with pytest.raises(OptionError, match="an engine steps the optimizer of a configuration"):
+        optimizer.step()
