@@ -19,6 +19,7 @@ from zfun.errors import OptionError
 from zfun.interop.ds_config._mistakes import error_of
 from zfun.interop.ds_config._rules import contradictions
 from zfun.interop.ds_config._values import Checked
+from zfun.interop.ds_config.table import torch_options
 from zfun.interop.ds_config.table._optim import SCHEDULERS, TORCH_OPTIMIZERS
 from zfun.optim import Optimizer, Schedule
 
@@ -199,6 +200,12 @@ def made(
     kind, o = rule
     rate = rate_of(o["lr"])
     if kind in TORCH_OPTIMIZERS:
+        own = {"betas" if name in ("b1", "b2") else name for name in decays}
+        if constant := sorted(own & torch_options(kind)):
+            raise OptionError(
+                f"torch.optim.{kind} has constant {constant[0]}; got decays= of {[*decays]}; give "
+                f"{constant[0]} as an option, and leave decays out"
+            )
         return _from_torch(kind, rate, {name: x for name, x in o.items() if name != "lr"})
     decay = {"weight_decay": o["weight_decay"]}
     if kind == "SGD":

@@ -7,7 +7,7 @@ from typing import Any
 
 from zfun.interop.ds_config._mistakes import Mistake, mistake
 from zfun.interop.ds_config._values import Checked, Unusable, Values
-from zfun.interop.ds_config.table import kind_of
+from zfun.interop.ds_config.table import kind_of, torch_options
 
 _Z = "zero_optimization"
 _PARAM, _OPT = f"{_Z}.offload_param", f"{_Z}.offload_optimizer"
@@ -125,6 +125,15 @@ def _onebit(v: Values, given: Mapping[str, Any]) -> _Found:
         yield "gradient_clipping", rule, clip, 'write "gradient_clipping": 0'
 
 
+def _constant_betas(v: Values, given: Mapping[str, Any]) -> _Found:
+    kind = kind_of("optimizer", given.get("optimizer.type"))
+    is_cycle = kind_of("scheduler", given.get("scheduler.type")) == "OneCycle"
+    path = "scheduler.params.cycle_momentum"
+    if is_cycle and "betas" in torch_options(kind) and v[path]:
+        remedy = 'write false, or "type": "AdamW" for the optimizer'
+        yield path, f"torch's {kind} has constant betas, which a cycle changes", True, remedy
+
+
 def _elastic(v: Values, given: Mapping[str, Any]) -> _Found:
     if not v["elasticity.enabled"]:
         return
@@ -160,6 +169,7 @@ _RULES = (
     _stage_3_only,
     _one_mesh,
     _onebit,
+    _constant_betas,
     _elastic,
     *(_needed(name) for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr")),
 )

@@ -12,8 +12,10 @@ import zfun as zf
 import zfun.interop.deepspeed as deepspeed
 from tests.interop.deepspeed_runs import BATCH, WIDTH, net, ranks, weights
 from zfun.errors import ConfigError, OptionError
+from zfun.interop import from_ds_config
 from zfun.interop._configured import ConfiguredOptimizer
-from zfun.interop.ds_config import Rule
+from zfun.interop.ds_config import Rule, momentum_for, rule_for
+from zfun.interop.ds_config._optimizers import cycle_of
 from zfun.interop.ds_config.table._optim import TORCH_OPTIMIZERS
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -148,6 +150,35 @@ def test_a_key_that_a_step_of_a_class_reads_is_refused() -> None:
     engine.optimizer.param_groups[0]["maximize"] = True
     with pytest.raises(OptionError, match="Adamax has constant maximize"):
         step(engine, 1)
+
+
+def test_a_cycle_of_constant_betas_is_refused_where_it_is_written() -> None:
+    """Silently, the cycle changed the rate alone."""
+    bounds = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 2}
+    for kind in ("RAdam", "NAdam", "Adamax"):
+        config: dict[str, Any] = {"optimizer": configured(kind)}
+        for chosen in ({}, {"cycle_momentum": True}):
+            config["scheduler"] = {"type": "OneCycle", "params": {**bounds, **chosen}}
+            with pytest.raises(ConfigError, match=rf"cycle_momentum: torch's {kind} has constant"):
+                from_ds_config(config)
+        config["scheduler"]["params"] = {**bounds, "cycle_momentum": False}
+        assert from_ds_config(config).momentum is None
+    for kind in ("RMSprop", "Adadelta", "AdamW", "SGD"):
+        config = {
+            "optimizer": {"type": kind, "params": {"lr": 0.1}},
+            "scheduler": {"type": "OneCycle", "params": bounds},
+        }
+        assert from_ds_config(config).momentum is not None
+
+
+@pytest.mark.parametrize(("kind", "name"), [("NAdam", "betas"), ("RMSprop", "momentum")])
+def test_a_rule_of_torch_takes_no_decays(kind: str, name: str) -> None:
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 2}
+    momentum = momentum_for(Rule("OneCycle", cycle))
+    decays = cycle_of(momentum) if name == "betas" else {"momentum": momentum}
+    with pytest.raises(OptionError, match=f"{kind} has constant {name}; got decays="):
+        rule_for(Rule(kind, {"lr": 0.1}), decays=decays)
+    assert rule_for(Rule("Rprop", {"lr": 0.1}), decays=decays).name == "from_torch"
 
 
 def test_options_of_an_implementation_change_nothing() -> None:

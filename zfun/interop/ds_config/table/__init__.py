@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from zfun.interop.ds_config.table._keys import Key
-from zfun.interop.ds_config.table._optim import OPTIM, TYPES
+from zfun.interop.ds_config.table._optim import OPTIM, TORCH_OPTIMIZERS, TYPES
 from zfun.interop.ds_config.table._run import RUN
 from zfun.interop.ds_config.table._zero import ZERO
 
@@ -60,3 +63,11 @@ def params_of(optimizer: str) -> frozenset[str]:
     start = "optimizer.params."
     paths = keys_of(optimizer, None)
     return frozenset(path[len(start) :] for path in paths if path.startswith(start))
+
+
+@functools.cache
+def torch_options(optimizer: str | None) -> frozenset[str]:
+    """Return the names of options that torch's class of a type takes; none for other types."""
+    if optimizer not in TORCH_OPTIMIZERS:
+        return frozenset()
+    return frozenset(inspect.signature(getattr(torch.optim, optimizer)).parameters) - {"params"}
