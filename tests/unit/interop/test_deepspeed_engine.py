@@ -289,7 +289,7 @@ def test_who_says_where_a_step_ends(way: str) -> None:
                     engine.set_gradient_accumulation_boundary(last == count - 1)
                     engine.step()
             if way != "managed":
-                assert engine.is_gradient_accumulation_boundary()
+                assert engine.is_gradient_accumulation_boundary() == (way == "boundary")
                 engine.step()
         assert engine.global_steps == 3
         assert engine.was_step_applied()
@@ -300,6 +300,35 @@ def test_who_says_where_a_step_ends(way: str) -> None:
         for found in zf.simulate(2, partial(main, stage=stage)):
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_samples_are_counted_as_deepspeed_counts_them(managed: bool) -> None:
+    """Where the script ends the steps, by the calls of backward(), and steps are boundaries."""
+
+    def main(group: zf.Group) -> None:
+        engine = made(group, 2, managed_gradient_accumulation=managed)
+        assert engine.managed_gradient_accumulation() == managed
+        inside: list[bool] = []
+        ask = lambda *_: inside.append(engine.is_gradient_accumulation_boundary())
+        engine.optimizer.optimizer.register_step_pre_hook(ask)
+        whole = BATCH * MICRO_BATCHES * group.size
+        samples = []
+        for count in (1, 3, 2):
+            for _ in range(count):
+                x, y = batch(0, group.rank, group.size)
+                engine.backward(error(engine(x), y))
+                assert engine.is_gradient_accumulation_boundary() == (
+                    managed and engine.micro_steps % 2 == 1
+                )
+            engine.step()
+            samples.append(engine.global_samples)
+        micro = BATCH * group.size
+        assert samples == ([0, whole, whole] if managed else [micro, 4 * micro, 6 * micro])
+        assert inside == [True] * (1 if managed else 3)
+        assert not engine.is_gradient_accumulation_boundary() or managed
+
+    zf.simulate(2, main)
 
 
 @pytest.mark.parametrize("stage", STAGES)

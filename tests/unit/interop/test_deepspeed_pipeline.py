@@ -585,6 +585,18 @@ def test_ranks_that_share_layers_are_refused(kind: str) -> None:
         zf.simulate(2, functools.partial(main, size=2))
 
 
+def test_a_pipeline_counts_as_deepspeed_and_ends_its_own_steps() -> None:
+    def main(group: zf.Group) -> None:
+        engine = made(group)
+        engine.train_batch(batches(0))
+        assert (engine.global_steps, engine.micro_steps) == (1, 0)
+        assert engine.global_samples == ROWS * MICRO
+        with pytest.raises(OptionError, match="got managed_gradient_accumulation false"):
+            made(group, config={"managed_gradient_accumulation": False})
+
+    zf.simulate(2, main)
+
+
 @pytest.mark.parametrize(
     "section", [{"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}], ids=str
 )

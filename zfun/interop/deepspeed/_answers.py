@@ -12,8 +12,8 @@ from zfun.interop.ds_config import Batch
 
 _Z = "zero_optimization"
 _SAME = (
-    "gradient_predivide_factor memory_breakdown steps_per_print wall_clock_breakdown "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    "gradient_predivide_factor managed_gradient_accumulation memory_breakdown steps_per_print "
+    "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 )
 _OF_ZERO = (
     "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint "

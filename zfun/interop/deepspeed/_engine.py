@@ -41,7 +41,8 @@ class DeepSpeedEngine(SavedEngine):
         lr_scheduler: steps with the engine; ``None`` if there is none.
         training_dataloader: of ``training_data``; ``None`` if there is none.
         global_steps: boundaries so far, skipped steps included.
-        global_samples: samples of these steps, over all ranks.
+        global_samples: samples of these steps, over all ranks; without
+            ``managed_gradient_accumulation``, those of the calls of :meth:`backward`.
         micro_steps: calls of :meth:`step` so far.
         skipped_steps: steps whose gradients were not finite.
         loaded_checkpoint_tag: of the last :meth:`load_checkpoint`.
@@ -82,6 +83,8 @@ class DeepSpeedEngine(SavedEngine):
         self._grad_norm: float | None = None
         # The context around backward() in which no step may be taken.
         self._within: str | None = None
+        # Calls of backward() since the last step.
+        self._num_backward = 0
         self._boundary: bool | None = None
         self._consolidated_at = None
         if hasattr(module, "save_pretrained"):
@@ -117,6 +120,7 @@ class DeepSpeedEngine(SavedEngine):
         method to this engine. Returns the loss, divided if ``scale_wrt_gas``.
         """
         self._check_trained("backward")
+        self._num_backward += 1
         gas = self._settings.recipe.num_micro_batches if scale_wrt_gas else 1
         self._core.backward(loss, scale=1.0 / gas, retain_graph=retain_graph)
         return loss.detach() / gas
@@ -152,11 +156,12 @@ class DeepSpeedEngine(SavedEngine):
                 f"step() ends the micro-batches of a step; got a call inside {self._within}(); "
                 "call step() after the block"
             )
-        info = self._core.step(boundary=self.is_gradient_accumulation_boundary())
-        self.micro_steps += 1
-        self._was_applied = False
-        if info is not None:
-            self._count(info, lr_kwargs)
+        with self._inside("step"):
+            info = self._core.step(boundary=self.is_gradient_accumulation_boundary())
+            self.micro_steps += 1
+            self._was_applied = False
+            if info is not None:
+                self._count(info, lr_kwargs)
 
     def _count(self, info: StepInfo, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a step, and step the scheduler."""
@@ -164,21 +169,33 @@ class DeepSpeedEngine(SavedEngine):
         self._was_applied, self._has_overflow = not info.skipped, bool(info.skipped)
         self.skipped_steps += self._has_overflow
         if not info.skipped and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            try:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            except TypeError:
+                # As in DeepSpeed, for a scheduler whose step() takes a number, as Megatron's.
+                self.lr_scheduler.step(self.train_batch_size())
         self.global_steps += 1
         batch = self._settings.recipe.batch
-        self.global_samples += 0 if batch is None else batch.train
+        if batch is not None:
+            is_whole = self.managed_gradient_accumulation()
+            micros = batch.accumulation if is_whole else self._num_backward
+            self.global_samples += batch.train // batch.accumulation * micros
+        self._num_backward = 0
 
     def was_step_applied(self) -> bool:
         """Return whether the last :meth:`step` updated the parameters."""
         return self._was_applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next :meth:`step` updates the parameters."""
+        """Return whether the next :meth:`step` updates the parameters.
+
+        Without ``managed_gradient_accumulation`` each one does, and the answer is for code that a
+        step runs.
+        """
         if self._boundary is not None:
             return self._boundary
-        if not self._settings.values["managed_gradient_accumulation"]:
-            return True
+        if not self.managed_gradient_accumulation():
+            return self._within == "step"
         return (self.micro_steps + 1) % self._settings.recipe.num_micro_batches == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

@@ -45,6 +45,11 @@ class PipelineEngine(DeepSpeedEngine):
                 "a pipeline shards over its data ranks; got zero_hpz_partition_size or "
                 "mics_shard_size beside a PipelineModule; leave the key out"
             )
+        if not settings.values["managed_gradient_accumulation"]:
+            raise OptionError(
+                "train_batch() runs the micro-batches of a step; got managed_gradient_accumulation "
+                "false beside a PipelineModule; leave the key out"
+            )
         loss = pipeline(
             [self._stage] * module.num_stages,
             self.grid.get_pipe_parallel_group(),
@@ -120,7 +125,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         self.module.train()
         info = self._core.whole_step(self._pull(self.micro_batches, "train"))
-        self.micro_steps += self.micro_batches
+        # As in DeepSpeed, micro_steps counts calls of step(), which a pipeline does not have.
         self._count(info)
         self.agg_train_loss = info.loss.detach()
         return self.agg_train_loss
