@@ -396,6 +396,7 @@ def test_a_checkpoint_without_the_optimizer_has_the_rest(scheduler: str, tmp_pat
         trained(engine, group, 0, 3)
         engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
         last = engine.lr_scheduler.state_dict()
+        later: list[float] = []
         for parts, has_counters, has_scheduler in (
             ({"load_optimizer_states": False}, True, True),
             ({"load_lr_scheduler_states": False}, True, False),
@@ -416,6 +417,11 @@ def test_a_checkpoint_without_the_optimizer_has_the_rest(scheduler: str, tmp_pat
             moment = utils.safe_get_full_optimizer_state(other.module.scale, key)
             kept = not parts.keys() & {"load_optimizer_states", "load_module_only"}
             assert bool(moment.any()) == kept
+            # As in DeepSpeed, rates are those of the groups.
+            assert other.get_lr() == (engine.get_lr() if kept else begun(group, stage).get_lr())
+            if has_scheduler and scheduler == "configured":
+                trained(other, group, 3, 1)
+                assert other.get_lr() == (later := later or other.get_lr())
 
     zf.simulate(2, partial(main, stage=2))
 

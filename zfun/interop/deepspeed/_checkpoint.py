@@ -17,6 +17,7 @@ from zfun.errors import CheckpointError
 from zfun.interop._named import answering
 from zfun.interop.deepspeed._scales import go_on
 from zfun.interop.deepspeed._settings import Settings
+from zfun.interop.deepspeed.runtime.lr_schedules import Scheduled
 from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import CONFIGURED
@@ -144,7 +145,8 @@ class SavedEngine(nn.Module):
         """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
 
         Without ``load_optimizer_states``, or with ``custom_load_fn``, counters and the scheduler
-        are loaded too; with ``load_module_only``, the weights alone.
+        are loaded too; with ``load_module_only``, the weights alone. Without
+        ``load_optimizer_states`` the next step has the rates of before, as in DeepSpeed.
 
         Returns:
             The path and the client state, or ``(None, None)`` where there is no checkpoint.
@@ -169,6 +171,8 @@ class SavedEngine(nn.Module):
             # DeepSpeed leaves the random generators as they are.
             self._core.load(path, keeps_frozen=left_out, rng=False)
         else:
+            if isinstance(scheduler, Scheduled) and not load_optimizer_states:
+                numbers = [*_groups(self.optimizer).values()]
             weights = {
                 name: x.load() for name, x in zero_to_fp32.weights_of(found, found.params).items()
             }
