@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler, TensorDataset
 
 import zfun as zf
 import zfun.interop.deepspeed as deepspeed
@@ -329,6 +330,73 @@ def test_samples_are_counted_as_deepspeed_counts_them(managed: bool) -> None:
         assert not engine.is_gradient_accumulation_boundary() or managed
 
     zf.simulate(2, main)
+
+
+def test_a_scheduler_that_needs_a_number_gets_the_batch_size() -> None:
+    """As in DeepSpeed, unless step() has another one for it."""
+
+    def rates_of(optimizer: Any, numbers: list[float]) -> list[float]:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        rates = []
+        for number in numbers:
+            plateau.step(number)
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    def main(group: zf.Group, given: Any) -> list[float]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        engine = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+            config=config(1, gradient_accumulation_steps=1),
+            mpu=ranks(group),
+        )[0]
+        rates = []
+        for number in range(5):
+            x, y = batch(number, group.rank, group.size)
+            engine.backward(error(engine(x), y))
+            engine.step(None if given is None else {"metrics": given[number]})
+            rates += engine.get_lr()
+        return rates
+
+    falling = [5.0, 4.0, 4.0, 4.0, 3.0]
+    optimizer = torch.optim.SGD(net().parameters(), 0.1)
+    assert zf.simulate(1, partial(main, given=None))[0] == rates_of(optimizer, [4.0] * 5)
+    optimizer = torch.optim.SGD(net().parameters(), 0.1)
+    assert zf.simulate(1, partial(main, given=falling))[0] == rates_of(optimizer, falling)
+
+
+def test_the_loader_has_its_sampler_by_the_name_of_deepspeed() -> None:
+    def main(group: zf.Group) -> None:
+        data = TensorDataset(torch.arange(32.0))
+        engine, _, loader, _ = deepspeed.initialize(
+            model=net(), config=config(1, optimizer=ADAMW), mpu=ranks(group), training_data=data
+        )
+        orders = []
+        for epoch in (0, 1, 0):
+            loader.data_sampler.set_epoch(epoch)
+            orders.append([x.tolist() for (x,) in loader])
+        assert orders[0] == orders[2] != orders[1]
+        own = SequentialSampler(data)
+        evaluated: Any = engine.deepspeed_io(data, data_sampler=own)
+        assert evaluated.data_sampler is own
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_parameter_is_gathered_in_place_of_a_bias_that_is_not_there(stage: int) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    engine = deepspeed.initialize(model=layer, config=config(stage, optimizer=ADAMW))[0]
+    gathered = deepspeed.zero.GatheredParameters
+    with gathered(cast("Any", engine.module.bias)), gathered(layer.bias, modifier_rank=0):
+        pass
+    with gathered([layer.weight, layer.bias], modifier_rank=0):
+        layer.weight.data.fill_(0.5)
+    with gathered(layer.weight):
+        assert layer.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("stage", STAGES)

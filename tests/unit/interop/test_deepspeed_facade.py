@@ -114,7 +114,10 @@ def test_the_counters_are_those_of_deepspeed() -> None:
             False,
             False,
         )
-        assert getattr(engine, "monitor", None) is None
+        for absent in ("monitor", "timers", "tput_timer", "set_data_post_process_func"):
+            assert getattr(engine, absent, None) is None
+            with pytest.raises(OptionError, match=rf"{absent}, which is not there; \w+ \w+"):
+                getattr(engine, absent)()
         assert engine.global_rank == group.rank
         assert engine.get_mom() == [(0.9, 0.999)]
 

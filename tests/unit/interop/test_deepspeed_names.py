@@ -484,6 +484,10 @@ def test_collectives_take_the_arguments_of_both_libraries() -> None:
         comm.all_gather_into_tensor(output_tensor=out, tensor=x)
         comm.reduce_scatter_fn(again, out)
         assert out.tolist() == again.tolist() == [0.0, 1.0, 2.0]
+        pairs = [torch.empty(2), torch.empty(3)], [torch.ones(2), x]
+        comm.all_gather_coalesced(*pairs)
+        assert [y.tolist() for y in pairs[0]] == [y.tolist() for y in pairs[1]]
+        comm.all_gather_coalesced(*pairs, group=comm.get_world_group(), async_op=True).wait()
         comm.barrier(log_name="end")
         assert comm.get_global_rank(comm.get_world_group(), 0) == 0
         assert comm.log_summary(return_dict=True) == {}

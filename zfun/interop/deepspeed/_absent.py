@@ -74,7 +74,8 @@ _TABLE: Mapping[str, str] = {
         "runtime.pipe.schedule runtime.pipe.p2p"
     ),
     "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline": (
-        "profiling :EngineTimers utils:SynchronizedWallClockTimer utils:ThroughputTimer "
+        "profiling engine:timers engine:engine_timers engine:tput_timer :EngineTimers "
+        "utils:SynchronizedWallClockTimer utils:ThroughputTimer "
         "utils:get_caller_func checkpointing:PROFILE_TIME"
     ),
     "test with isinstance(optimizer, torch.optim.Optimizer)": (
@@ -85,7 +86,11 @@ _TABLE: Mapping[str, str] = {
         "utils.config"
     ),
     "use deepspeed.comm": "runtime.comm",
-    "order the samples with a torch sampler": "runtime.data_pipeline engine:curriculum_scheduler",
+    "order the samples with a torch sampler": (
+        "runtime.data_pipeline engine:curriculum_scheduler "
+        "engine:set_custom_curriculum_learning_schedule"
+    ),
+    "change each batch in collate_fn=": "engine:set_data_post_process_func",
     "shard the parameters with stage 3; or train with zf.tensor_parallel and the plan of "
     "zf.interop.transformers.tp_plan": (
         "runtime.domino runtime.tensor_parallel :tp_model_init :set_autotp_mode :domino "

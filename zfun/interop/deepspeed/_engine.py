@@ -296,13 +296,13 @@ class DeepSpeedEngine(SavedEngine):
 
         Batches of ``route="train"`` have a random order. Sizes and ``collate_fn`` are by default
         those of ``initialize``, a ``data_sampler`` gives the samples of this rank, and no processes
-        read.
+        read. The loader has its sampler as ``data_sampler`` too, for ``set_epoch``.
         """
         batch_size = batch_of(self).micro if batch_size is None else batch_size
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             ranks = {"num_replicas": self._group.size, "rank": self._group.rank}
             data_sampler = DistributedSampler(dataset, shuffle=route == "train", **ranks)
-        return DataLoader(
+        loader: Any = DataLoader(
             dataset,
             batch_size,
             sampler=data_sampler,
@@ -311,6 +311,8 @@ class DeepSpeedEngine(SavedEngine):
             pin_memory=pin_memory and torch.accelerator.is_available(),
             num_workers=num_local_io_workers or 0,
         )
+        loader.data_sampler = loader.sampler
+        return loader
 
     def offload_states(
         self,

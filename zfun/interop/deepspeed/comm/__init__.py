@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -79,6 +80,17 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
     if dist.is_initialized():
         return dist.barrier(group, async_op, device_ids)
     return None
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Any], input_tensors: Sequence[Any], group: Any = None, **options: Any
+) -> Any:
+    """Gather each tensor of a list from all ranks into one tensor."""
+    *pairs, last = zip(output_tensors, input_tensors, strict=True)
+    gather = __getattr__("all_gather_into_tensor")
+    for output, own in pairs:
+        gather(output, own, group=group)
+    return gather(*last, group=group, **options)
 
 
 def configure(*args: Any, **options: Any) -> None:

@@ -282,8 +282,9 @@ class GatheredParameters:
     """A context in which partitioned parameters are whole.
 
     At its end all ranks take the changes of ``modifier_rank``. Parameters that are not partitioned
-    are left alone, as in DeepSpeed: at stages 0 to 2, after ``initialize``, the parameters of the
-    module are always whole. ``fwd_module`` is not used.
+    are left alone, as in DeepSpeed, and so is ``None``, the bias of a layer without one: at stages
+    0 to 2, after ``initialize``, the parameters of the module are always whole. ``fwd_module`` is
+    not used.
 
     Raises:
         OptionError: values changed and there is no ``modifier_rank``, so that the changes would be
@@ -301,12 +302,13 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Tensor | Iterable[Any],
+        params: Tensor | Iterable[Any] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        is_one = params is None or isinstance(params, Tensor)
+        given: list[Any] = [params] if is_one else list(params)
         # Below stage 3 only a rank that writes alone needs the context.
         found = {
             id(p): p
