@@ -434,7 +434,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "backward": lambda engine: engine.backward(torch.zeros(())),
     "step": lambda engine: engine.step(),
     "no_sync": lambda engine: engine.no_sync(),
-    "set_train_batch_size": lambda engine: engine.set_train_batch_size(12 * MICRO),
 }
 
 
@@ -449,6 +448,9 @@ def test_calls_of_other_engines_are_refused() -> None:
                 call(engine)
         with torch.no_grad(), pytest.raises(OptionError, match="use eval_batch"):
             engine.train_batch(batches(0))
+        with pytest.raises(PipelineError, match=r"size\(48\) for 12; .* another gradient_acc"):
+            engine.set_train_batch_size(12 * MICRO)
+        engine.set_train_batch_size(engine.train_batch_size())
         with pytest.raises(OptionError, match="got no iterator on stage"):
             engine.train_batch()
 

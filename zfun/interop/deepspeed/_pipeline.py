@@ -278,7 +278,11 @@ class PipelineEngine(DeepSpeedEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refuse another number of micro-batches, for which the schedule is not made."""
         if train_batch_size != self.train_batch_size():
-            self._refuse("set_train_batch_size")
+            raise PipelineError(
+                "the schedule of a pipeline is for one number of micro-batches; got "
+                f"set_train_batch_size({train_batch_size}) for {self.train_batch_size()}; save a "
+                "checkpoint, and load it in a run with another gradient_accumulation_steps"
+            )
 
 
 _CALLS = ("forward", "backward", "step", "scale", "generate", "no_sync", "coalesce_grad_reduction")
