@@ -81,9 +81,8 @@ class ZfunPrecision(Dtypes, Precision):
 
     def __init__(self, precision: str) -> None:
         super().__init__(precision)
-        # By optimizer: the bound of the norm, and that of each element.
-        self.bounds: dict[int, float] = {}
-        self.largest: dict[int, float] = {}
+        # That of a strategy, which has the gradients.
+        self.clip: Callable[..., None] | None = None
 
     def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -123,12 +122,11 @@ class ZfunPrecision(Dtypes, Precision):
         clip_val: int | float | None = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Note the bound for the next step, which clips the sharded gradients."""
-        is_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        """Clip the sharded gradients of an optimizer."""
         if clip_val:
-            # Lightning passes the optimizer in its own class, or as the module has made it.
-            own = id(getattr(optimizer, "_optimizer", optimizer))
-            (self.largest if is_value else self.bounds)[own] = float(clip_val)
+            assert self.clip is not None, "a strategy has clip()"
+            is_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+            self.clip(optimizer, float(clip_val), by_value=is_value)
 
 
 @takes(decay=DECAY)

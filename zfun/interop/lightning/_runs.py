@@ -116,7 +116,8 @@ def build(
         )
     engines = engines_apart(module, groups, ZeroedEngine, **options)
     for engine, one in zip(engines, groups, strict=True):
-        engine.keeps_grads = True
+        # As in torch, a step without gradients passes.
+        engine.keeps_grads = engine.passes_empty_steps = True
         # Otherwise torch would look at each gradient, which sums over the ranks.
         one.optimizer.zero_grad = engine.zero_grad
     return ManualRun(module, engines, group)

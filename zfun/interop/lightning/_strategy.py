@@ -142,6 +142,7 @@ class ZfunStrategy(DDPStrategy):
         for group in self._groups if decays else ():
             group.ema_decay = decays[0]
         self.setup_precision_plugin()
+        self.precision_plugin.clip = self.clip
         seed = self.broadcast(torch.initial_seed())
         values = {**_runs.values_of(module, self.root_device, seed), **self._values}
         if self._ranks is None:
@@ -232,25 +233,22 @@ class ZfunStrategy(DDPStrategy):
 
     def step(self, optimizer: TorchOptimizer) -> None:
         """Step an optimizer with the numbers that its param groups have now."""
-        index = self._index(optimizer)
-        optimizer = self._groups[index].optimizer
-        # The Trainer's gradient_clip_val comes through the hooks of the module.
-        recipe = None if self._config is None else self.recipe
-        configured = None if recipe is None else recipe.max_grad_norm or None
-        bound = self.precision_plugin.bounds.pop(id(optimizer), configured)
-        if isinstance(optimizer, ConfiguredOptimizer) and bound != configured:
-            raise OptionError(
-                "the optimizer of a configuration clips by gradient_clipping, "
-                f"{configured or 0.0}; got clip_gradients({bound}); write the bound into the "
-                "configuration"
-            )
-        run = self._running()
-        if (largest := self.precision_plugin.largest.pop(id(optimizer), None)) is not None:
-            run.engines[index].clip_value(largest)
-        run.engines[index].clip_norm = UNBOUNDED if bound is None else bound
+        index, run = self._index(optimizer), self._running()
+        # That of a configuration; clip_gradients() of Lightning has clipped before.
+        is_own = self._config is None or self._own_module().trainer.gradient_clip_val is not None
+        configured = None if is_own or self.recipe is None else self.recipe.max_grad_norm
+        run.engines[index].clip_norm = configured or UNBOUNDED
         self.last_step = run.step(index)
         # Schedulers of torch ask whether the optimizer has stepped.
-        optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
+        self._groups[index].optimizer._opt_called = True
+
+    def clip(self, optimizer: TorchOptimizer, bound: float, *, by_value: bool) -> None:
+        """Clip the gradients of an optimizer, by their norm or each element."""
+        engine: Any = self._running().engines[self._index(optimizer)]
+        if by_value:
+            engine.clip_value(bound)
+        else:
+            engine.clip(bound)
 
     def unscale(self, optimizer: TorchOptimizer) -> None:
         """Take the loss scale out of the gradients of an optimizer, before hooks read them."""
