@@ -151,7 +151,9 @@ class Accelerator(accelerate.Accelerator):
         try:
             if is_new and backend != DynamoBackend.NO:
                 compile_blocks(model, **{**plugin.to_kwargs(), "backend": backend.value.lower()})
-            if is_new and self._casts(None):
+            if is_new and self._half is not None:
+                # unwrap_model(keep_fp32_wrapper=False) of accelerate asks for it.
+                model._original_forward = model.forward
                 model.forward = self._half_forward(model.forward)
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
@@ -365,18 +367,16 @@ class Accelerator(accelerate.Accelerator):
         half = functools.wraps(own)(convert_outputs_to_fp32(self._autocast()(own)))
         return half if own is forward else MethodType(half, forward.__self__)
 
-    def _autocast(self) -> Any:
-        # The cache of casts would keep gathered parameters alive.
-        return torch.autocast(self.device.type, self._half, cache_enabled=False)
-
-    def _casts(self, handler: Any) -> bool:
+    def _autocast(self, handler: Any = None) -> Any:
         handler = self.autocast_handler if handler is None else handler
-        return self._half is not None and (handler is None or handler.enabled)
+        is_on = handler is None or handler.enabled
+        # The cache of casts would keep gathered parameters alive.
+        return torch.autocast(self.device.type, self._half, is_on, cache_enabled=False)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Compute in the dtype of ``mixed_precision``, as a context."""
-        with self._autocast() if self._casts(autocast_handler) else contextlib.nullcontext():
+        """Compute in the dtype of ``mixed_precision``, as a context; a handler may switch it off."""
+        with contextlib.nullcontext() if self._half is None else self._autocast(autocast_handler):
             yield
 
     # Checkpoints.

@@ -83,9 +83,44 @@ def test_autocast_is_on_where_that_of_accelerate_is(whole: str, around: str) -> 
         net(torch.ones(1, 2))
         with accelerator.autocast(HANDLERS[around]()):
             model.dtypes.append((weight @ weight).dtype)
+            net(torch.ones(1, 2))
+            # A part in another dtype than what is around it, also than an autocast of the script.
+            for inner in HANDLERS.values():
+                with accelerator.autocast(inner()):
+                    model.dtypes.append((weight @ weight).dtype)
+        with torch.autocast("cpu", torch.float16), accelerator.autocast(HANDLERS[around]()):
+            model.dtypes.append((weight @ weight).dtype)
         return model.dtypes
 
     assert dtypes(Accelerator) == dtypes(accelerate.Accelerator)
+
+
+@pytest.mark.parametrize("kind", ["layer", "net"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_unwrapped_model_without_its_wrapper_computes_in_float32(stage: int, kind: str) -> None:
+    """Then training goes on without autocast too, as under ``accelerate``."""
+
+    def outputs(cls: Any, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        accelerator = cls(cpu=True, mixed_precision="bf16", **options)
+        layer = nn.Linear(16, 16)
+        model = layer if kind == "layer" else nn.Sequential(layer, nn.ReLU(), nn.Linear(16, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        net, optimizer = accelerator.prepare(model, optimizer)
+        found, x = [], torch.randn(4, 16)
+        for keeps in (True, False, True):
+            plain = accelerator.unwrap_model(net, keep_fp32_wrapper=keeps)
+            for _ in range(2):
+                found.append(plain(x))
+                accelerator.backward(found[-1].square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return [x.detach() for x in found]
+
+    for ours, plain in zip(
+        outputs(Accelerator, zero=stage), outputs(accelerate.Accelerator), strict=True
+    ):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
