@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from zfun.flat import flats
-from zfun.interop._named import masters_of, write_leaves
+from zfun.interop._named import apart, masters_of, write_leaves
 from zfun.interop.engine import Engine
 from zfun.interop.engine._values import whole_values
 from zfun.optim import averages_of
@@ -59,3 +60,25 @@ def moments_beside(optimizers: Iterable[Any]) -> Generator[list[Any]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def own_values_of(models: Iterable[Any]) -> Iterator[None]:
+    """Let ``state_dict()`` of live models return values of their own in a context."""
+    models = list(models)
+    # A user may have put a method of their own there, as scripts of PEFT do.
+    before = [vars(model).get("state_dict") for model in models]
+    for model in models:
+        model.state_dict = functools.partial(_own_values, model.state_dict)
+    try:
+        yield
+    finally:
+        for model, own in zip(models, before, strict=True):
+            del model.state_dict
+            if own is not None:
+                model.state_dict = own
+
+
+def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    found = state_dict(*args, **kwargs)
+    return found if kwargs.get("keep_vars") else apart(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -35,7 +35,7 @@ from zfun.interop._attached import (
     release,
 )
 from zfun.interop._named import apart
-from zfun.interop._resumed import load_parts, moments_beside
+from zfun.interop._resumed import load_parts, moments_beside, own_values_of
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
@@ -304,6 +304,20 @@ class Accelerator(accelerate.Accelerator):
         """Do nothing: each backward pass sums over the ranks, so that all stages have one order."""
         yield
 
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Do nothing, as ``accelerate`` on CPUs; on GPUs, where it joins, refuse uneven inputs."""
+        if self.multi_device and not (self.even_batches and even_batches is not False):
+            raise OptionError(
+                "each step needs all ranks, so they train on equally many batches; got "
+                "join_uneven_inputs() with even_batches=False; leave even_batches out, here and in "
+                "DataLoaderConfiguration, or evaluate in uneven() of accelerator.engine_of(model)"
+            )
+        with contextlib.nullcontext() if self.multi_device else super().join_uneven_inputs(()):
+            yield
+
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Any:
@@ -375,7 +389,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Compute in the dtype of ``mixed_precision``, as a context; a handler may switch it off."""
+        """Compute in the dtype of ``mixed_precision``, unless a handler is disabled."""
         with contextlib.nullcontext() if self._half is None else self._autocast(autocast_handler):
             yield
 
@@ -412,18 +426,8 @@ class Accelerator(accelerate.Accelerator):
             folder = Path(self.project_dir) / "checkpoints"
             input_dir = str(max(folder.glob("checkpoint_*"), key=lambda x: int(x.name[11:])))
         models = {id(x): x for x in self._models if self.engine_of(x) is not None}.values()
-        # A user may have put a method of their own there, as scripts of PEFT do.
-        before = [vars(model).get("state_dict") for model in models]
-        for model in models:
-            model.state_dict = functools.partial(_own_values, model.state_dict)
-        try:
-            with self.without_moments(), moments_beside(self._optimizers) as beside:
-                super().load_state(input_dir, *args, **kwargs)
-        finally:
-            for model, own in zip(models, before, strict=True):
-                del model.state_dict
-                if own is not None:
-                    model.state_dict = own
+        with own_values_of(models), self.without_moments(), moments_beside(self._optimizers) as new:
+            super().load_state(input_dir, *args, **kwargs)
         # The models have the values of their files, or what hooks have loaded in place of these.
         for index, (engine, (optimizer, _)) in enumerate(self._engines.items()):
             path = Path(input_dir) / f"{_FOLDER}_{index}"
@@ -433,13 +437,8 @@ class Accelerator(accelerate.Accelerator):
                     f"{str(input_dir)!r}, which has no {path.name}; load the weights into the "
                     "model before prepare(), and begin with a new optimizer"
                 )
-            if optimizer.optimizer in beside:
+            if optimizer.optimizer in new:
                 load_parts(engine, path, weights=False, moments=True)
-
-
-def _own_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    found = state_dict(*args, **kwargs)
-    return found if kwargs.get("keep_vars") else apart(found)
 
 
 def _refuse_alone(param: Tensor) -> None:

@@ -346,8 +346,9 @@ class Watchdog:
             return Verdict(HAS_LEFT, lost=lost)
         reason += "" if lost is None else _last_seen(lost, last.get(lost))
         return Verdict(
-            f"{reason}; it has published no error, so it was killed, stopped or is stuck; "
-            "read its output, and if it is only slow pass a larger timeout_s to process_group()",
+            f"{reason}; it has published no error, so it was killed, stopped, is stuck or makes "
+            "fewer calls; read its output; let ranks make equally many calls, or evaluate in "
+            "uneven(); and if it is only slow pass a larger timeout_s to process_group()",
             lost=lost,
         )
 

@@ -160,3 +160,29 @@ def test_axes_beside_data_are_refused() -> None:
     accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
     with pytest.raises(OptionError, match=r"are data ranks under zfun; got tp_size=2 in paral"):
         Accelerator.of(accelerator, 2)
+
+
+def test_uneven_inputs_are_refused_where_accelerate_joins_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CPUs ``accelerate`` joins nothing."""
+    accelerator = Accelerator(cpu=True, zero=2)
+    model = nn.Linear(2, 1)
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(even_batches: bool | None) -> None:
+        with accelerator.join_uneven_inputs([net], even_batches=even_batches):
+            accelerator.backward(net(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(even_batches=False)
+    monkeypatch.setattr(Accelerator, "multi_device", True)  # as on several GPUs
+    train(even_batches=True)
+    train(even_batches=None)
+    refused = pytest.raises(OptionError, match=r"needs all ranks, .*even_batches=False; leave even")
+    with refused:
+        train(even_batches=False)
+    monkeypatch.setattr(Accelerator, "even_batches", False)
+    with refused:
+        train(even_batches=None)
