@@ -42,6 +42,8 @@ class LiveMethod:
 
     def _own_of(self, module: nn.Module) -> Any:
         """Return the method of a module or a copy; code may have patched or swapped the class."""
+        if isinstance(self._own, NormForward) and module is not self.module:
+            return self._own.bound(module)
         if self.is_attribute or not isinstance(self._own, types.MethodType):
             return self._own
         function = getattr(type(module), self.name)
@@ -188,10 +190,11 @@ class CompiledForward:
 
 
 class NormForward:
-    """The ``forward`` of a batch norm with narrow parameters, whose statistics stay wide.
+    """The ``forward`` of a norm with narrow parameters, whose statistics stay wide.
 
     torch's kernels take statistics of the dtype of the parameters alone. So a call has rounded
-    ones, the numbers of a module that was cast as a whole, as by DeepSpeed.
+    ones, the numbers of a module that was cast as a whole, as by DeepSpeed. Under autocast it has
+    parameters of 32 bits instead, beside which kernels take inputs of 16 and of 32 bits.
     """
 
     def __init__(self, norm: Any, own: Any) -> None:
@@ -200,8 +203,10 @@ class NormForward:
     @ops.uncompiled
     def __call__(self, x: Tensor) -> Tensor:
         norm, held = self._norm, self._norm._buffers
-        wide = {name: held[name] for name in ("running_mean", "running_var")}
-        if not x.dtype == norm.weight.dtype != norm.running_mean.dtype:
+        if torch.is_autocast_enabled(x.device.type) and norm.weight.itemsize < 4:
+            return self._widened(x)
+        wide = {name: held[name] for name in ("running_mean", "running_var") if name in held}
+        if not (wide and x.dtype == norm.weight.dtype != norm.running_mean.dtype):
             return self.own(x)
         try:
             held |= {name: buffer.to(x.dtype) for name, buffer in wide.items()}
@@ -211,6 +216,27 @@ class NormForward:
             return out
         finally:
             held |= wide
+
+    def _widened(self, x: Tensor) -> Tensor:
+        entries = self._norm.__dict__
+        params = entries["_parameters"]
+        values = {key: params[key] for key in params}
+        entries["_parameters"] = {k: None if p is None else p.float() for k, p in values.items()}
+        try:
+            return self.own(x)
+        finally:
+            entries["_parameters"] = params
+
+    def bound(self, norm: Any) -> Any:
+        """Return the method of a copy of the norm."""
+        own = self.own
+        if isinstance(own, types.MethodType):
+            own = types.MethodType(own.__func__, norm)
+        return NormForward(norm, own)
+
+    def of_copy(self, replace: Callable[[Any], Any]) -> Any:
+        """Return the method of a bound copy of the module; see :func:`zfun.functional`."""
+        return NormForward(replace(self._norm), replace(self.own))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the method of the copy of the module, which has narrow parameters too."""

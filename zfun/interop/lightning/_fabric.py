@@ -139,6 +139,7 @@ class ZfunFabricStrategy(DDPStrategy):
     def _make(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not _runs.is_on_meta(module):
             _runs.take_values_of_rank_0(module, self.world_size)
+        self.precision.device = self.root_device
         recipe, seed = self.recipe(), self.broadcast(torch.initial_seed())
         values = _runs.values_of(module, self.root_device, seed)
         options: dict[str, Any] = {"zero": zero_options(recipe, process_group()), "values": values}

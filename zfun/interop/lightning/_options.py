@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,4 +135,7 @@ def recipe_of(
             "Lightning's Trainer chooses the dtypes; got torch_autocast in the configuration; pass "
             "precision='bf16-mixed' to the Trainer, and leave the section out"
         )
+    if precision.endswith("-mixed"):
+        # Parameters have the dtype already, and autocast casts inputs, as under plain Lightning.
+        recipe = replace(recipe, precision=replace(recipe.precision, compute=None))
     return recipe

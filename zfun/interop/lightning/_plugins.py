@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,11 +35,20 @@ GRAD_SCALER = {
 
 
 class Dtypes(FabricPrecision):
-    """The dtypes of a run; no autocast runs, because the state has the dtypes."""
+    """The dtypes of a run: those of the state, and for mixed precisions those of autocast."""
 
     def __init__(self, precision: str) -> None:
         self.precision: Any = precision
         self.dtype = dtype_of(precision)
+        self.is_mixed = precision.endswith("-mixed")
+        # That of the strategy, once it is known.
+        self.device: torch.device = torch.device("cpu")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Compute under autocast if the precision is mixed, as Lightning does."""
+        if not self.is_mixed:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
     def convert_input(self, data: Any) -> Any:
         """Cast the floating tensors of a batch to the dtype of the parameters."""
@@ -83,6 +93,10 @@ class ZfunPrecision(Dtypes, Precision):
         super().__init__(precision)
         # That of a strategy, which has the gradients.
         self.clip: Callable[..., None] | None = None
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the floating tensors of a batch, which a mixed precision leaves to autocast."""
+        return data if self.is_mixed else super().convert_input(data)
 
     def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class ManualRun:
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.bound())
+                _sum_widely(engine.leaves.values())
             return getattr(self.module, name)(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +94,16 @@ class ManualRun:
         self._buffers.release()
         for engine in self.engines:
             engine.close(average=True)
+            for param in engine.leaves.values():
+                param.grad_dtype = param.dtype
+
+
+def _sum_widely(params: Iterable[nn.Parameter]) -> None:
+    """Let autograd sum gradients of 16-bit parameters in 32 bits."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            if param.grad is None:
+                param.grad_dtype = torch.promote_types(param.dtype, torch.float32)
 
 
 def build(

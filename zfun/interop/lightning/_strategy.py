@@ -143,10 +143,10 @@ class ZfunStrategy(DDPStrategy):
             group.ema_decay = decays[0]
         self.setup_precision_plugin()
         self.precision_plugin.clip = self.clip
+        self.precision_plugin.device = device = self.root_device
         seed = self.broadcast(torch.initial_seed())
-        values = {**_runs.values_of(module, self.root_device, seed), **self._values}
-        if self._ranks is None:
-            self._ranks = process_group()
+        values = _runs.values_of(module, device, seed) | self._values
+        self._ranks = self._ranks or process_group()
         self._run = _runs.build(module, self._groups, self.recipe, self._ranks, values)
         for optimizer in (one.optimizer for one in self._groups):
             self._own_steps.append((optimizer, vars(optimizer).get("step")))
@@ -216,7 +216,8 @@ class ZfunStrategy(DDPStrategy):
     # Steps.
 
     def _hook(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self._running().hook(name, *args, **kwargs)
+        with self.precision_plugin.forward_context():
+            return self._running().hook(name, *args, **kwargs)
 
     training_step = functools.partialmethod(_hook, "training_step")
     validation_step = functools.partialmethod(_hook, "validation_step")

@@ -1,0 +1,221 @@
+"""Mixed precisions of Lightning: autocast, beside a batch that stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import zfun as zf
+from zfun.interop.engine import Engine
+
+L = pytest.importorskip("lightning")
+
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402, needs Lightning
+
+from tests.interop import lightnings  # noqa: E402
+from zfun.interop.lightning import ZfunPrecision, ZfunStrategy  # noqa: E402
+
+WIDTH, OUT = 16, 4
+NARROW = zf.Precision(torch.bfloat16, None, torch.float32, torch.float32)
+
+
+class Waves(nn.Module):
+    """Sines of the batch, which lose all digits in 16 bits, as in NeRF and in diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rates", 2.0 ** torch.arange(8) * 3.14159)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = x[:, :1] * self.rates
+        return self.net(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class Attends(nn.Module):
+    """A transformer with float32 positions, so that norms have float32 inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, WIDTH), nn.Linear(WIDTH, OUT)
+        self.register_buffer("places", torch.randn(WIDTH, WIDTH))
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x[..., None]) + self.places).mean(1))
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.LSTM(4, WIDTH, batch_first=True), nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x.view(-1, 4, 4))[0][:, -1])
+
+
+class Draws(nn.Module):
+    """Float32 noise that no batch has, as in GANs and diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + 0.1 * torch.ones(len(x), WIDTH)) + self.net(torch.ones(1, WIDTH))
+
+
+def after(first: nn.Module) -> nn.Module:
+    return nn.Sequential(first, nn.Flatten(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "waves": Waves,
+    "attention": Attends,
+    "memory": Remembers,
+    "noise": Draws,
+    "layers": lambda: after(nn.Linear(WIDTH, WIDTH)),
+    "batch norm of the batch": lambda: after(nn.BatchNorm1d(WIDTH)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), after(nn.BatchNorm1d(WIDTH))),
+    "layer norm of the batch": lambda: after(nn.LayerNorm(WIDTH)),
+    "other norms": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 4)),
+        nn.GroupNorm(2, 4),
+        nn.Conv1d(4, 4, 3, padding=1),
+        after(nn.InstanceNorm1d(4, affine=True)),
+    ),
+}
+
+
+class Fits(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.losses, self.dtypes = NETS[kind](), list[float](), set[torch.dtype]()
+
+    def _loss(self, batch: Any) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.dtypes |= {batch[0].dtype, loss.dtype, (batch[0] @ batch[0].T).dtype}
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def fitted(kind: str, strategy: Any, folder: Path, **options: Any) -> Fits:
+    model, generator = Fits(kind), torch.Generator().manual_seed(3)
+    x = torch.randn(128, WIDTH, generator=generator)
+    # Numbers such as 100.3 lose their digits in 16 bits.
+    moved = x + 100.0 if kind.endswith("of the batch") else x
+    data = DataLoader(TensorDataset(moved, x[:, :OUT].argmax(1)), 16)
+    options |= {"max_epochs": 2, "enable_checkpointing": False}
+    lightnings.trainer_of(strategy, 1, folder, **options).fit(model, data, data)
+    return model
+
+
+def errors(model: Fits, exact: Fits) -> tuple[float, float]:
+    """Return the largest error of losses, and that of all values."""
+    pairs = zip(model.losses, exact.losses, strict=True)
+    values, others = model.net.state_dict(), exact.net.state_dict()
+    gap = sum(float((values[k].float() - others[k].float()).square().sum()) for k in others)
+    return max(abs(a - b) for a, b in pairs), gap**0.5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.processes
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_mixed_is_as_near_to_float32_as_plain_lightning(stage: int, tmp_path: Path) -> None:
+    """The batch was cast to 16 bits, and forward was under no autocast."""
+    for kind in NETS:
+        exact = fitted(kind, "auto", tmp_path)
+        plain = fitted(kind, "auto", tmp_path, precision="bf16-mixed")
+        ours = fitted(kind, f"zfun_stage_{stage}", tmp_path, precision="bf16-mixed")
+        assert ours.dtypes == plain.dtypes == {torch.float32, torch.bfloat16}
+        for found, allowed in zip(errors(ours, exact), errors(plain, exact), strict=True):
+            assert found < 3 * allowed + 2e-3, kind
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.processes
+@pytest.mark.usefixtures("one_rank")
+def test_float16_mixed_computes_in_the_dtypes_of_plain_lightning(tmp_path: Path) -> None:
+    plain = fitted("noise", "auto", tmp_path, plugins=[MixedPrecision("16-mixed", "cpu")])
+    ours = fitted("noise", ZfunStrategy(stage=2), tmp_path, plugins=[ZfunPrecision("16-mixed")])
+    assert ours.dtypes == plain.dtypes == {torch.float32, torch.float16}
+    assert ours.losses == pytest.approx(plain.losses, abs=2e-3)
+
+
+class SumsByHand(Fits):
+    """Manual optimization with many small gradients in each step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        net: Any = self.net
+        for _ in range(300):
+            self.manual_backward(self._loss(batch) / 300)
+        self.total = net[0].weight.grad.double().norm()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.processes
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_manual_optimization_sums_in_float32(stage: int, tmp_path: Path) -> None:
+    """A sum in bfloat16 stops to grow at 256 equal addends."""
+    found = []
+    for strategy in ("auto", f"zfun_stage_{stage}"):
+        model = SumsByHand("layers")
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(TensorDataset(x, x[:, :OUT].argmax(1)), 16)
+        options: Any = {"max_epochs": 1, "enable_checkpointing": False, "precision": "bf16-mixed"}
+        lightnings.trainer_of(strategy, 1, tmp_path, **options).fit(model, loader)
+        found.append(model.total)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_under_autocast_is_that_of_float32_parameters(
+    dtype: torch.dtype, training: bool
+) -> None:
+    """A copy by its attributes has values of its own."""
+    norm = nn.BatchNorm1d(3).train(training)
+    plain, live = copy.deepcopy(norm), nn.Sequential(norm)
+    engine = Engine(
+        live, zf.optim.sgd(0.1), zero={"stage": 2, "precision": NARROW}, group=zf.process_group()
+    )
+    x = (torch.linspace(-1, 1, 12).view(4, 3) + 3).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            ours, theirs = live(x), plain(x)
+            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=0)
+    ours, theirs = live.state_dict(prefix="."), plain.state_dict(prefix=".0.")
+    torch.testing.assert_close(ours[".0.running_var"], theirs[".0.running_var"], rtol=0, atol=0)
+    other = copy.copy(norm)
+    other.__dict__["_parameters"] = {"weight": torch.zeros(3), "bias": torch.full((3,), 5.0)}
+    with torch.no_grad():
+        assert other.float()(x.float()).tolist() == [[5.0] * 3] * 4
+    engine.close()
