@@ -137,7 +137,7 @@ class Passes(HeldModule):
         if running_engine() is None and self.loss_scale != 1.0:
             raise ZfunError(
                 "with a loss scale, backward begins with the scaled loss; got loss.backward(); "
-                "call engine.backward(loss), and run the forward pass again"
+                "call engine.backward(loss), in a hook of Lightning loss.backward() of its argument"
             )
         if running_engine() is None and self._last_pass != torch._C._current_graph_task_id():
             self._last_pass = torch._C._current_graph_task_id()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -102,10 +103,18 @@ class ZfunPrecision(Dtypes, Precision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run the backward pass of the engine, or that of the module's own ``backward``."""
-        if is_overridden("backward", model, LightningModule):
+        pull = functools.partial(model.trainer.strategy.pull, tensor)
+        if not is_overridden("backward", model, LightningModule):
+            pull(*args, **kwargs)
+        elif self.dtype is not torch.float16:
             model.backward(tensor, *args, **kwargs)
         else:
-            model.trainer.strategy.pull(tensor, *args, **kwargs)
+            # Of this loss alone, because the engine scales it.
+            tensor.backward = pull  # pyrefly: ignore[method-assign]
+            try:
+                model.backward(tensor, *args, **kwargs)
+            finally:
+                del tensor.backward
 
     def optimizer_step(
         self,

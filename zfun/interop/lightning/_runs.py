@@ -95,7 +95,8 @@ class ManualRun:
         for engine in self.engines:
             engine.close(average=True)
             for param in engine.leaves.values():
-                param.grad_dtype = param.dtype
+                if param.grad is None:
+                    param.grad_dtype = param.dtype
 
 
 def _sum_widely(params: Iterable[nn.Parameter]) -> None:

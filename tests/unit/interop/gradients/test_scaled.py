@@ -16,7 +16,7 @@ import zfun as zf
 import zfun.interop.deepspeed as deepspeed
 from tests.interop import deepspeed_runs as runs
 from tests.unit.interop.runs.test_missed import EACH_STAGE
-from zfun.errors import OptionError
+from zfun.errors import OptionError, ZfunError
 from zfun.interop.accelerate import Accelerator
 
 L = pytest.importorskip("lightning")
@@ -217,6 +217,48 @@ def test_hooks_of_lightning_see_no_scale(stage: int, tmp_path: Path) -> None:
         found.append((model.seen, [x.float() for x in model.state_dict().values()]))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-2)
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-2, atol=1e-3)
+
+
+class OwnBackward(Hooks):
+    """Runs backward by itself, in a way of its own."""
+
+    way: Any
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.way(loss)
+
+
+class Inherits(Hooks):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.processes
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_modules_own_backward_has_the_scale(stage: int, tmp_path: Path) -> None:
+    """It was refused, with a remedy that Lightning does not have."""
+
+    def fitted(cls: Any, strategy: Any, plugin: Any, way: Any = None) -> Any:
+        model = cls()
+        model.way = way
+        options = {"enable_checkpointing": False, "plugins": [plugin]}
+        data: Any = rows()
+        trainer = lightnings.trainer_of(strategy, 1, tmp_path, **options)
+        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=2))
+        return [x.float() for x in model.state_dict().values()]
+
+    twice = lambda loss: (loss.backward(retain_graph=True), loss.backward())
+    once = lambda loss: loss.backward()
+    for cls, way in ((OwnBackward, once), (OwnBackward, twice), (Inherits, None)):
+        mixed = L.pytorch.plugins.MixedPrecision("16-mixed", "cpu")
+        plain = fitted(cls, "auto", mixed, way)
+        ours = fitted(cls, ZfunStrategy(stage=stage), ZfunPrecision("16-mixed"), way)
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-3)
+    other = lambda loss: (2 * loss).backward()
+    with pytest.raises(ZfunError, match=r"got loss\.backward\(\); .*of its argument"):
+        fitted(OwnBackward, ZfunStrategy(stage=stage), ZfunPrecision("16-mixed"), other)
 
 
 @pytest.mark.processes
