@@ -18,7 +18,7 @@ from tests.conftest import examples
 from zfun.interop.accelerate import Accelerator
 
 WIDTH = 4
-# What a net may have beside two layers, two heads and parameters of its own.
+# Names of the parts that a test may add to the net.
 PARTS = ["norm", "tied", "weight norm", "spectral norm", "recurrent", "twice", "mean", "checkpoint"]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=0.01),
