@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,14 +97,22 @@ def _seconds(
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
     """Return the median time of a call, or the least or the most; the first is not counted."""
+    return of([seconds for [seconds] in _turns([run], device)])
+
+
+def _turns(runs: Sequence[Callable[[], object]], device: torch.device) -> list[list[float]]:
+    """Return the times of calls that take turns, by turn; the first turn is not counted."""
     found = []
     for _ in range(1 + _ROUNDS):
-        begin = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return of(found[1:])
+        times = []
+        for run in runs:
+            begin = time.perf_counter()
+            run()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - begin)
+        found.append(times)
+    return found[1:]
 
 
 def _flops(group: Group, device: torch.device) -> float:
@@ -152,18 +160,23 @@ class _BenchSteps(NamedTuple):
 
 def _steps(group: Group, device: torch.device) -> _BenchSteps:
     """Return the seconds of a message, of a leaf and of an empty step, from small steps."""
-    few, bare_s = _small_step(group, device, 2, 2**20)
-    _, leaves_s = _small_step(group, device, 34, 2**20)
-    many, messages_s = _small_step(group, device, 34, 1)
-    message_s = max(0.0, (messages_s - leaves_s) / (many - few)) if many > few else 0.0
-    leaf_s = max(0.0, (leaves_s - bare_s) / 32)
-    return _BenchSteps(message_s, leaf_s, max(0.0, bare_s - few * message_s - 2 * leaf_s))
+    sizes = (2, 2**20), (34, 2**20), (34, 1)
+    made = [_small_step(group, device, *size) for size in sizes]
+    (few, _), _, (many, _) = made
+    # Differences within a turn, because another turn may be one of a busier machine.
+    turns = _turns([step for _, step in made], device)
+    median = lambda found: max(0.0, statistics.median(found))
+    leaf_s, message_s = median((leaves - bare) / 32 for bare, leaves, _ in turns), 0.0
+    if many > few:
+        message_s = median((last - leaves) / (many - few) for _, leaves, last in turns)
+    step_s = median(bare - few * message_s - 2 * leaf_s for bare, _, _ in turns)
+    return _BenchSteps(message_s, leaf_s, step_s)
 
 
 def _small_step(
     group: Group, device: torch.device, num_leaves: int, bucket_bytes: int
-) -> tuple[int, float]:
-    """Return the messages and the seconds of a step."""
+) -> tuple[int, Callable[[], None]]:
+    """Return the number of messages of a step, and the step."""
     params = {f"p{number}": torch.ones(8, device=device) for number in range(num_leaves)}
     loss = lambda p, x: sum((leaf * x).sum() for leaf in p.values())
     recorded = record(group)
@@ -177,8 +190,7 @@ def _small_step(
     step()
     recorded.clear()
     step()
-    # A median, because differences of these tell messages from leaves.
-    return len(recorded.log), _seconds(step, device)
+    return len(recorded.log), step
 
 
 def _update(group: Group, device: torch.device, mib: int) -> float:
