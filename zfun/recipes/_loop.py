@@ -34,6 +34,7 @@ from zfun.recipes._state import StepInfo, Zero, ZeroState
 from zfun.recipes._update import is_one, scale_of, takes_terms, updated
 from zfun.transforms import GradientFunction, MicroBatches, Pullback, Tape, WeightedMean, vjp
 from zfun.transforms.buffers import place_buffers, running
+from zfun.transforms.grads._pullback import number_recipe
 from zfun.transforms.optimizer._placing import deliver
 from zfun.transforms.optimizer.in_backward import UpdateHook, begin
 from zfun.typing import Gradient
@@ -54,6 +55,7 @@ class Loop:
         hook: the update in backward of the step that runs now.
         local: how the logical tree is spread, if the loss goes over model axes.
         counts: the counts of the last state, where the device decides whether to take a step.
+        number: among the recipes of the group that have made a state; 0 before.
     """
 
     def __init__(self, recipe: ZeroOptions) -> None:
@@ -63,6 +65,7 @@ class Loop:
         self.hook = UpdateHook()
         self.local: LocalTree | None = None
         self.counts = stores.LateValues()
+        self.number = 0
         # By the id of the loss: the loss, the frozen leaves, how far backward sums, the gradient.
         self._composed: dict[int, tuple[Callable[..., Any], Flat | None, int, Gradient]] = {}
 
@@ -103,6 +106,7 @@ class Loop:
             written, params = tree.partition(params, is_buffer)
         trained, frozen, opt_state = first_values(recipe, params, role, init, self.local)
         self.known.made(trained, frozen)
+        self.number = number_recipe(recipe.group)
         return ZeroState(
             trained,
             frozen,
@@ -244,7 +248,7 @@ class Loop:
         self._check(state)
         vg = self._gradient(fn, state)
         assert isinstance(vg, GradientFunction)
-        return vg.record(state.params, batch)
+        return vg.record(state.params, batch, self.number)
 
     def _check(self, state: ZeroState) -> None:
         check_is_state(state)

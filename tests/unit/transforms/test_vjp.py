@@ -192,7 +192,7 @@ def test_ranks_that_drop_and_pull_are_told(stage: int) -> None:
             with pytest.raises(CollectiveMismatch, match=r"rank 0, 2 pulls call 2; rank 1 began"):
                 zf.vjp(vg, params, x)
         else:
-            match = r"begin, pull and drop the same calls.*rank 1 began call 3; run backward on all"
+            match = r"begin, pull and drop the same calls.*rank 1 began call 3; call the function"
             with pytest.raises(CollectiveMismatch, match=match):
                 pullback({"out": out["out"]})
 

@@ -164,8 +164,11 @@ class GradientFunction(ZfunGradient):
 
         return values, _pullback.Pullback(pull, call.executor.abandon, outputs.paths, halve, onto)
 
-    def record(self, params: tree.Tree, batch: Any) -> tuple[Any, Tape]:
-        """Return the outputs of the function with their graph, and the tape; see [Note: tapes]."""
+    def record(self, params: tree.Tree, batch: Any, recipe: int = 0) -> tuple[Any, Tape]:
+        """Return the outputs of the function with their graph, and the tape; see [Note: tapes].
+
+        ``recipe`` is the number of the recipe, if its ranks may make other calls than each other.
+        """
         found: list[OpenCall] = []
 
         def start(tape: Tape) -> None:
@@ -176,7 +179,9 @@ class GradientFunction(ZfunGradient):
             call.executor.begin_backward((), scale)
 
         tape = Tape(
-            _pullback.start_forward(self._numbering(params)),
+            recipe
+            if recipe and not _is_sharded(params)
+            else _pullback.start_forward(self._numbering(params)),
             start,
             lambda tape, again: self._finish(found[0], again=again),
         )

@@ -12,6 +12,10 @@ the number of the call. A forward pass sends such a word too while an earlier ca
 not pulled, because only then another rank may be about to pull. If numbers differ, all ranks raise.
 A pipeline compares its schedule once instead, and sends no words for whole parameters.
 
+The forward pass of a tape with whole parameters has no collective. Ranks may run it any number of
+times, and backward of other calls than the others: the words of backward then have the number of
+the recipe, so that no gradients of two models meet.
+
 The word of a pullback also has a checksum of the outputs from which backward begins. These may
 differ: then the ranks leave the schedule, see [Note: divergence].
 """
@@ -312,13 +316,24 @@ class Outputs:
 
 @dataclass(slots=True)
 class _OpenCalls:
-    """The calls of a group: how many began, and which of them were not pulled."""
+    """The calls of a group: how many began, and which were not pulled; and how many recipes."""
 
     count: int = 0
+    recipes: int = 0
     unpulled: set[int] = field(default_factory=set)
 
 
 _CALLS: weakref.WeakKeyDictionary[Group, _OpenCalls] = weakref.WeakKeyDictionary()
+
+# Numbers above are those of recipes.
+_RECIPES = 1 << 30
+
+
+def number_recipe(group: Group) -> int:
+    """Return the number of a recipe, for tapes with whole parameters; every rank must call."""
+    calls = _CALLS.setdefault(group, _OpenCalls())
+    calls.recipes += 1
+    return _RECIPES + calls.recipes
 
 
 def start_forward(group: Group | None) -> int:
@@ -345,13 +360,20 @@ def start_backward(group: Group | None, number: int, begins: bytes) -> bool:
     if group is None or group.size == 1:
         return True
     words = _compare(-(number << 32 | zlib.crc32(begins)), group)
-    _CALLS[group].unpulled.discard(number)
+    if (calls := _CALLS.get(group)) is not None:
+        calls.unpulled.discard(number)
     return len(set(words)) == 1
 
 
 def _number(word: int) -> int:
     """Return the number in a word: above 0 for a forward pass, below 0 for a pullback."""
     return word if word > 0 else -(-word >> 32)
+
+
+def _pulled(number: int) -> str:
+    if number > _RECIPES:
+        return f"pulls one of recipe {number - _RECIPES}, in the order of init()"
+    return f"pulls call {number}"
 
 
 def _compare(word: int, group: Group) -> list[int]:
@@ -368,11 +390,11 @@ def _compare(word: int, group: Group) -> list[int]:
         ranks_of.setdefault(other, []).append(rank)
     sides = "; ".join(
         f"rank {', '.join(map(str, ranks[:8]))} "
-        + (f"began call {other}" if other > 0 else f"pulls call {-other}")
+        + (f"began call {other}" if other > 0 else _pulled(-other))
         for other, ranks in ranks_of.items()
     )
     raise CollectiveMismatch(
-        f"all ranks must begin, pull and drop the same calls of vjp() in the same order; {sides}; "
-        "run backward on all ranks or on none",
+        f"all ranks must begin, pull and drop the same calls in the same order; {sides}; call "
+        "the function, and run backward, on all ranks or on none",
         rank=known[group.rank],
     )

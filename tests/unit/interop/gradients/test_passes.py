@@ -215,3 +215,45 @@ def test_a_plain_backward_adds_to_what_grad_shows(stage: int) -> None:
     engine.backward(engine(torch.ones(1, 1)).sum())
     engine.step()
     assert float(engine.state_dict()["weight"]) == -2.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_may_call_alone_where_parameters_are_whole(stage: int) -> None:
+    """As under DDP: a call for a log, of a part too; and backward passes in an order of its own."""
+
+    def main(group: zf.Group) -> dict[str, Any]:
+        net, optimizer = started()
+        engine = Engine(net, optimizer, zero=stage, group=group, accumulate=2)
+        logs, own = [], group.rank == 0
+        for _ in range(2):
+            if own:
+                logs.append(engine(BATCHES[0], 1))
+            losses = [engine(x, head) for head, x in enumerate(BATCHES)]
+            if own:
+                logs += [net.heads[1](BATCHES[1]), engine(BATCHES[1], 0)]
+            for loss in reversed(losses) if own else losses:
+                engine.backward(loss)
+            if own:
+                logs.append(engine(BATCHES[1], 1))
+            engine.step()
+        assert not own or len({float(x.detach().sum()) for x in logs}) == len(logs)
+        return engine.state_dict()
+
+    net, optimizer = started()
+    expected = trained(Plain(net, optimizer, 2), [[], []])[1]
+    for found in zf.simulate(2, main):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@SHARDED_OR_NOT
+def test_backward_of_another_model_on_a_rank_is_refused(stage: int) -> None:
+    """Models of one form, whose gradients would be summed without a word."""
+
+    def main(group: zf.Group) -> None:
+        engines = [Engine(*started(), zero=stage, group=group) for _ in range(2)]
+        losses = [engine(BATCHES[0], 0) for engine in engines]
+        which = group.rank
+        with pytest.raises(zf.errors.CollectiveMismatch, match="the same calls in the same order"):
+            engines[which].backward(losses[which])
+
+    zf.simulate(2, main)
