@@ -349,6 +349,23 @@ def test_gathered_parameters_of_an_engine() -> None:
     zf.simulate(2, main)
 
 
+@pytest.mark.shows(
+    "`safe_set_full_fp32_param` between the steps",
+    "different",
+    "the next call has the new values; DeepSpeed's has the old ones, until the step",
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_values_that_a_script_sets_count_in_the_next_call(stage: int) -> None:
+    def main(group: zf.Group) -> None:
+        engine, *_ = made(group, stage)
+        x, _ = batch(0, 0, 1)
+        assert bool(engine(x).any())
+        deepspeed.utils.safe_set_full_fp32_param(engine.module.scale, torch.zeros(3))
+        assert not bool(engine(x).any())
+
+    zf.simulate(2, main)
+
+
 def test_integers_of_a_module_are_frozen_parameters(tmp_path: Path) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
