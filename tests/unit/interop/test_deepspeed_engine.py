@@ -608,6 +608,40 @@ def test_the_state_dict_of_the_optimizer_has_the_loss_scale(stage: int) -> None:
     zf.simulate(2, main)
 
 
+@pytest.mark.shows(
+    "a step after which the loss scale grows",
+    "different",
+    "divided by the scale of its backward passes; DeepSpeed's by the next one, so it is half",
+)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loss_scale_that_grows_changes_no_step(stage: int) -> None:
+    """SGD, because the size of a gradient hardly counts in Adam."""
+    section = {"type": "SGD", "params": {"lr": 1e-2}}
+
+    def main(group: zf.Group) -> None:
+        def run(**scale: float) -> tuple[dict[str, torch.Tensor], float]:
+            model = net()
+            before = {name: x.detach().clone() for name, x in model.named_parameters()}
+            half = {"enabled": True, **scale}
+            engine = made(group, stage, model, optimizer=section, fp16=half)
+            for micro in range(4 * MICRO_BATCHES):
+                x, y = batch(micro, group.rank, group.size)
+                engine.backward(error(engine(x.half()).float(), y))
+                engine.step()
+            get: Any = deepspeed.utils.safe_get_full_fp32_param
+            params = engine.module.named_parameters()
+            return {name: get(x) - before[name] for name, x in params}, engine.cur_scale
+
+        growing, scale = run(initial_scale_power=4, loss_scale_window=2)
+        assert scale > 16
+        constant, scale = run(loss_scale=16)
+        assert scale == 16
+        for name, change in constant.items():
+            assert (growing[name] - change).norm() <= 1e-2 * change.norm() != 0, name
+
+    zf.simulate(2, main)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "Lion", "Adagrad", "Muon", "torch"])
 @pytest.mark.shows(
     "`optimizer.state_dict()`",
