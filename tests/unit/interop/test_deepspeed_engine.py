@@ -494,6 +494,24 @@ def test_a_checkpoint_without_the_optimizer_has_the_rest(scheduler: str, tmp_pat
     zf.simulate(2, partial(main, stage=2))
 
 
+def test_a_scheduler_that_is_loaded_alone_writes_rates_at_the_next_step() -> None:
+    """As in DeepSpeed, where code loads the scheduler by itself."""
+
+    def main(group: zf.Group) -> None:
+        engine, other = (made(group, 2, optimizer=ADAMW, scheduler=WARMUP) for _ in range(2))
+        trained(engine, group, 0, 3)
+        first = other.get_lr()
+        assert first != engine.get_lr()
+        other.lr_scheduler.load_state_dict(engine.lr_scheduler.state_dict())
+        assert other.get_lr() == first
+        assert other.lr_scheduler.last_batch_iteration == engine.lr_scheduler.last_batch_iteration
+        for each in (engine, other):
+            trained(each, group, 3, 1)
+        assert other.get_lr() == engine.get_lr()
+
+    zf.simulate(2, main)
+
+
 def test_a_function_of_the_script_writes_the_weights(tmp_path: Path) -> None:
     def halved(src: dict[str, Tensor], dst: nn.Module) -> None:
         dst.load_state_dict({name: value / 2 for name, value in src.items()})

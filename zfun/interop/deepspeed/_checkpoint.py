@@ -171,8 +171,6 @@ class SavedEngine(nn.Module):
             # DeepSpeed leaves the random generators as they are.
             self._core.load(path, keeps_frozen=left_out, rng=False)
         else:
-            if isinstance(scheduler, Scheduled) and not load_optimizer_states:
-                numbers = [*_groups(self.optimizer).values()]
             weights = {
                 name: x.load() for name, x in zero_to_fp32.weights_of(found, found.params).items()
             }
@@ -190,10 +188,11 @@ class SavedEngine(nn.Module):
                 setattr(self, counter, data["counters"][counter])
             if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
                 scheduler.load_state_dict(data["lr_scheduler"])
-        # A scheduler of DeepSpeed writes rates where its own state is loaded.
         for group, saved in zip(groups.groups if groups else (), numbers, strict=False):
             # Rates of an earlier Muon are those of the configuration, and have no base.
             is_earlier = "base_lr" in group and "base_lr" not in saved
+            if is_earlier and isinstance(scheduler, Scheduled):
+                scheduler.step(scheduler.last_batch_iteration)
             own = ("muon_lr", "adam_lr") if is_earlier else ()
             group.update({name: value for name, value in saved.items() if name not in own})
         self.loaded_checkpoint_tag = tag

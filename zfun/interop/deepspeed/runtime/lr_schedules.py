@@ -79,8 +79,12 @@ class Scheduled:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, int]) -> None:
-        """Go to the step of :meth:`state_dict`."""
-        self.step(sd["last_batch_iteration"])
+        """Go on from the step of :meth:`state_dict`: the next step writes the rates."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+        groups = self.optimizer.param_groups
+        if any("muon_lr" in group and "base_lr" not in group for group in groups):
+            # Those of an earlier Muon have the rates of the configuration.
+            self._write()
 
 
 class WarmupLR(Scheduled):
