@@ -193,8 +193,7 @@ class NormForward:
     """The ``forward`` of a norm with narrow parameters, whose statistics stay wide.
 
     torch's kernels take statistics of the dtype of the parameters alone. So a call has rounded
-    ones, the numbers of a module that was cast as a whole, as by DeepSpeed. Under autocast it has
-    parameters of 32 bits instead, beside which kernels take inputs of 16 and of 32 bits.
+    ones, the numbers of a module that was cast as a whole, as by DeepSpeed.
     """
 
     def __init__(self, norm: Any, own: Any) -> None:
@@ -203,8 +202,6 @@ class NormForward:
     @ops.uncompiled
     def __call__(self, x: Tensor) -> Tensor:
         norm, held = self._norm, self._norm._buffers
-        if torch.is_autocast_enabled(x.device.type) and norm.weight.itemsize < 4:
-            return self._widened(x)
         wide = {name: held[name] for name in ("running_mean", "running_var") if name in held}
         if not (wide and x.dtype == norm.weight.dtype != norm.running_mean.dtype):
             return self.own(x)
@@ -216,16 +213,6 @@ class NormForward:
             return out
         finally:
             held |= wide
-
-    def _widened(self, x: Tensor) -> Tensor:
-        entries = self._norm.__dict__
-        params = entries["_parameters"]
-        values = {key: params[key] for key in params}
-        entries["_parameters"] = {k: None if p is None else p.float() for k, p in values.items()}
-        try:
-            return self.own(x)
-        finally:
-            entries["_parameters"] = params
 
     def bound(self, norm: Any) -> Any:
         """Return the method of a copy of the norm."""

@@ -151,11 +151,7 @@ class EngineBuffers:
         self._norms: list[nn.Module] = []
         policy = policy_of(None if options is None else options.precision)
         if policy.param is not None or policy.compute is not None:
-            # Autocast widens the parameters of the others itself, but on CPUs.
-            is_cpu = all(param.device.type == "cpu" for param in module.parameters())
-            is_left = is_cpu and policy.compute is None
-            kinds = (_NormBase, nn.LayerNorm, nn.GroupNorm) if is_left else (_NormBase,)
-            norms = [part for part in module.modules() if isinstance(part, kinds)]
+            norms = [part for part in module.modules() if isinstance(part, _NormBase)]
             self._norms = [x for x in norms if x.weight is not None]
         for norm in self._norms:
             norm.forward = NormForward(norm, norm.forward)

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from zfun.errors import OptionError
 from zfun.interop.ds_config import KEYS, AutoValues, Recipe, from_ds_config
 from zfun.interop.ds_config._read import read
+from zfun.recipes import Precision
 
 # The second name is the one that scripts for DeepSpeed set.
 _CONFIG_VARIABLES = ("ZFUN_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
@@ -90,7 +91,7 @@ def given_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of parameters in the loss for a ``precision`` of Lightning."""
+    """Return the dtype in which a ``precision`` of Lightning computes."""
     if precision not in _DTYPES:
         raise OptionError(
             f"ZfunStrategy computes with precision {', '.join(map(repr, _DTYPES))}; got "
@@ -136,6 +137,23 @@ def recipe_of(
             "precision='bf16-mixed' to the Trainer, and leave the section out"
         )
     if precision.endswith("-mixed"):
-        # Parameters have the dtype already, and autocast casts inputs, as under plain Lightning.
-        recipe = replace(recipe, precision=replace(recipe.precision, compute=None))
+        return _under_autocast(recipe, reduces=_REDUCE in config)
     return recipe
+
+
+def _under_autocast(recipe: Recipe, *, reduces: bool) -> Recipe:
+    """Keep parameters in float32, as plain Lightning does in a mixed precision.
+
+    ``reduces`` says whether the configuration has a dtype of its own for sums over the ranks.
+    """
+    why = "a mixed precision of Lightning keeps parameters in float32"
+    entries = tuple(
+        entry._replace(becomes="torch.autocast around the steps", why=why)
+        if entry.path in ("bf16.enabled", "fp16.enabled") and entry.verdict == "mapped"
+        else entry
+        for entry in recipe.entries
+    )
+    own = recipe.precision
+    reduce = own.reduce if reduces else None
+    precision = Precision(reduce=reduce, loss_scale=own.loss_scale)
+    return replace(recipe, precision=precision, entries=entries)

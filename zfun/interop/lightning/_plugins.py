@@ -36,12 +36,13 @@ GRAD_SCALER = {
 
 
 class Dtypes(FabricPrecision):
-    """The dtypes of a run: those of the state, and for mixed precisions those of autocast."""
+    """The dtypes of a run: that of the parameters and inputs, and that of autocast if any."""
 
     def __init__(self, precision: str) -> None:
         self.precision: Any = precision
-        self.dtype = dtype_of(precision)
         self.is_mixed = precision.endswith("-mixed")
+        self.compute = dtype_of(precision)
+        self.dtype = torch.float32 if self.is_mixed else self.compute
         # That of the strategy, once it is known.
         self.device: torch.device = torch.device("cpu")
 
@@ -49,7 +50,7 @@ class Dtypes(FabricPrecision):
         """Compute under autocast if the precision is mixed, as Lightning does."""
         if not self.is_mixed:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
+        return torch.autocast(self.device.type, self.compute, cache_enabled=False)
 
     def convert_input(self, data: Any) -> Any:
         """Cast the floating tensors of a batch to the dtype of the parameters."""
@@ -60,7 +61,7 @@ class Dtypes(FabricPrecision):
         return self._cast(data, torch.get_default_dtype())
 
     def _cast(self, data: Any, dtype: torch.dtype) -> Any:
-        if self.dtype is torch.float32:
+        if self.compute is torch.float32:
             return data
         return apply_to_collection(data, dtype=Tensor, function=_convert_fp_tensor, dst_type=dtype)
 
@@ -83,8 +84,8 @@ class ZfunPrecision(Dtypes, Precision):
 
     Args:
         precision: as for Fabric: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"``
-            or ``"16-mixed"``. The narrow ones keep parameters in the dtype beside float32 master
-            weights, as DeepSpeed does.
+            or ``"16-mixed"``. The ``-true`` ones keep parameters in the dtype beside float32 master
+            weights, as DeepSpeed does; the ``-mixed`` ones keep them in float32, under autocast.
 
     Raises:
         OptionError: another precision.
@@ -106,7 +107,7 @@ class ZfunPrecision(Dtypes, Precision):
         pull = functools.partial(model.trainer.strategy.pull, tensor)
         if not is_overridden("backward", model, LightningModule):
             pull(*args, **kwargs)
-        elif self.dtype is not torch.float16:
+        elif self.compute is not torch.float16:
             model.backward(tensor, *args, **kwargs)
         else:
             # Of this loss alone, because the engine scales it.

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, named_leaves
 from zfun.interop.engine._running import run_backward
-from zfun.interop.lightning._options import dtype_of
 from zfun.recipes import StepInfo
 from zfun.sources import Deferred
 
@@ -78,7 +77,6 @@ class ManualRun:
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.bound())
-                _sum_widely(engine.leaves.values())
             return getattr(self.module, name)(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -94,17 +92,6 @@ class ManualRun:
         self._buffers.release()
         for engine in self.engines:
             engine.close(average=True)
-            for param in engine.leaves.values():
-                if param.grad is None:
-                    param.grad_dtype = param.dtype
-
-
-def _sum_widely(params: Iterable[nn.Parameter]) -> None:
-    """Let autograd sum gradients of 16-bit parameters in 32 bits."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for param in params:
-            if param.grad is None:
-                param.grad_dtype = torch.promote_types(param.dtype, torch.float32)
 
 
 def build(
@@ -261,7 +248,7 @@ def check_trainer(trainer: Trainer) -> None:
                 "StochasticWeightAveraging does at the end of fit; got this callback; pass "
                 "WeightAveraging(), which averages too"
             )
-        if isinstance(callback, _AVERAGES) and dtype_of(trainer.precision) != torch.float32:
+        if isinstance(callback, _AVERAGES) and trainer.precision in ("bf16-true", "16-true"):
             raise OptionError(
                 "in 16 bits a module has rounded parameters, beside master weights; got "
                 f"{type(callback).__name__}, which would average the rounded ones; pass "

@@ -98,7 +98,7 @@ def test_small_gradients_train_in_fabric(stage: int, clips: bool) -> None:
 def test_an_average_of_rounded_parameters_is_refused(tmp_path: Path) -> None:
     callbacks = [L.pytorch.callbacks.WeightAveraging()]
     trainer = lightnings.trainer_of(
-        ZfunStrategy(stage=1), 1, tmp_path, precision="bf16-mixed", callbacks=callbacks
+        ZfunStrategy(stage=1), 1, tmp_path, precision="bf16-true", callbacks=callbacks
     )
     with pytest.raises(OptionError, match=r"got WeightAveraging, which would average the rounded"):
         trainer.fit(Small(reads=False), torch.utils.data.DataLoader(torch.ones(4, 4)))  # type: ignore[arg-type]
