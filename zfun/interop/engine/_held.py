@@ -225,22 +225,23 @@ class HeldModule:
         """The parameters of the module that are in the state, by name."""
         return {name: x for name, x in self._params.items() if name not in self._extra}
 
-    def gathered(self, name: str, *, master: bool = False) -> Tensor:
+    def gathered(self, name: str, *, master: bool = False, what: str = "gathered()") -> Tensor:
         """Return the whole value of a leaf; every rank must call.
 
         Args:
             name: of the leaf.
             master: whether to return the master weight, if there is one.
+            what: the reader, in records and errors.
         """
         self._check_here(f"a read of leaf {name!r}", "parameters")
         if master:
             self._settle_masters()
-        return whole_values(self._state, {name}, masters=master)[name]
+        return whole_values(self._state, {name}, masters=master, what=what)[name]
 
     def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
         """Return the whole values of leaves; every rank must call."""
         self._check_here("a read of parameters", "parameters")
-        found = whole_values(self._state, frozenset(names))
+        found = whole_values(self._state, frozenset(names), what="GatheredParameters")
         return [found[name] for name in names]
 
     def cover(self, names: Sequence[str]) -> None:
@@ -256,7 +257,8 @@ class HeldModule:
         """Take a whole value of a leaf from rank 0; every rank must call."""
         self._check_writable("a write")
         self._live.check_read()
-        value = broadcast(value.detach().contiguous(), sum_group(self._group), 0, name="written")
+        sent, what = value.detach().contiguous(), f"a write of {name}"
+        value = broadcast(sent, sum_group(self._group), 0, name=what)
         self._state = with_leaves(self._state, {name: value})
         self._written |= {name}
         self._show()

@@ -31,7 +31,7 @@ from zfun import ops
 from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter, attributes_of
-from zfun.interop.engine._reads import IS_PARAM, LiveParameters, check_code
+from zfun.interop.engine._reads import IS_PARAM, LiveParameters, check_code, gathered_outside
 from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
 from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, is_closed, tensor_of
@@ -246,7 +246,7 @@ class LiveModule:
 
     def _gathered(self, name: str) -> Tensor:
         # With a count of writes of its own.
-        value = self._values().gathered(name).data
+        value = gathered_outside(self._values(), name).data
         self.watch(name, value, is_kept=False)
         return value
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from zfun.errors import OptionError
+from zfun.errors import CollectiveMismatch, OptionError
 from zfun.transforms.call._lazy import LazyLeaf, tensor_of
 
 # PEFT registers and removes a parametrization in each forward pass.
 _REGISTER = register_parametrization.__code__
 _SETATTR = nn.Module.__setattr__.__code__
+_STATE_DICT = nn.Module.state_dict.__code__
 
 
 def check_code(module: nn.Module) -> None:
@@ -28,6 +30,35 @@ def check_code(module: nn.Module) -> None:
                 f"torch.jit.ScriptModule{f' as {name!r}' if name else ''}; pass the module that "
                 "torch.jit compiled, or use stage 2"
             )
+
+
+def gathered_outside(engine: Any, name: str) -> Tensor:
+    """Return the whole value of a leaf that code reads outside of calls; every rank must call.
+
+    ``module.state_dict()`` reads all parameters of a module, and many scripts call it on rank 0
+    alone. So the gathers have its name, and pair with no other ones.
+    """
+    is_saved = _is_running(_STATE_DICT)
+    what = "state_dict()" if is_saved else f"a read of {name}"
+    remedy = (
+        "call state_dict() of a module of stage 3 on all ranks, and write on rank 0; or "
+        "engine.state_dict(), or engine.save_16bit_model() of DeepSpeed's engine, likewise"
+        if is_saved
+        else "read a parameter of stage 3 on all ranks"
+    )
+    try:
+        return engine.gathered(name, what=what)
+    except CollectiveMismatch as error:
+        where = {"rank": error.rank, "leaf": name, "collective": error.collective}
+        raise CollectiveMismatch(f"{error}; {remedy}", **where) from error
+
+
+def _is_running(code: CodeType) -> bool:
+    """Whether a function has called this one, at any depth."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _IsParam:

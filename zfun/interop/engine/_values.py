@@ -85,14 +85,21 @@ def leaves_of(state: ZeroState) -> dict[str, torch.dtype]:
 
 
 def whole_values(
-    state: ZeroState, names: set[str] | frozenset[str], *, masters: bool = False
+    state: ZeroState,
+    names: set[str] | frozenset[str],
+    *,
+    masters: bool = False,
+    what: str = "unshard",
 ) -> dict[str, Tensor]:
-    """Return whole values by name, of master weights if asked; every rank must call."""
+    """Return whole values by name, of master weights if asked; every rank must call.
+
+    ``what`` is the name of the collectives, so that no rank takes part in the read of another.
+    """
     flats = [state.params, state.frozen, state.buffers]
     values: dict[str, Tensor] = {}
     for flat in (*flats, *(masters_of(state.opt_state) if masters else ())):
         if isinstance(flat, Flat) and names.intersection(flat.layout.paths):
-            values |= named(unshard(flat, lambda path, leaf: path in names))
+            values |= named(unshard(flat, lambda path, leaf: path in names, name=what))
     return values
 
 

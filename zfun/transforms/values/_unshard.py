@@ -21,7 +21,12 @@ from zfun.typing import Params
 
 @ops.uncompiled
 @takes(value=ANY, select=OF_LEAVES | None)
-def unshard(value: Flat[Params], select: Callable[[str, Tensor], bool] | None = None) -> Params:
+def unshard(
+    value: Flat[Params],
+    select: Callable[[str, Tensor], bool] | None = None,
+    *,
+    name: str = "unshard",
+) -> Params:
     """Return the whole tree on every rank (``S -> R``), as ordinary tensors.
 
     Args:
@@ -29,6 +34,7 @@ def unshard(value: Flat[Params], select: Callable[[str, Tensor], bool] | None = 
         select: ``select(path, leaf)`` chooses leaves by path, shape and dtype, alike on all ranks;
             ``leaf`` is a ``meta`` tensor. Only the buckets of these leaves are gathered. By default
             all leaves.
+        name: of the value, in records and errors.
 
     Returns:
         A tree of new tensors; tied leaves are one tensor. With ``select`` the tree has holes
@@ -51,9 +57,9 @@ def unshard(value: Flat[Params], select: Callable[[str, Tensor], bool] | None = 
             "no unshard()"
         )
     if select is not None:
-        return _unshard_some(value, select)
+        return _unshard_some(value, select, name)
     with torch.no_grad():
-        whole = redistribute(value, R, value.group, name="unshard")
+        whole = redistribute(value, R, value.group, name=name)
         # A store in host memory returns the very tensor that the store keeps.
         buffers = [
             buffer.clone() if buffer is old or isinstance(old, stores.Stored) else buffer
@@ -62,7 +68,7 @@ def unshard(value: Flat[Params], select: Callable[[str, Tensor], bool] | None = 
         return unravel_buffers(buffers, value.layout)
 
 
-def _unshard_some(value: Flat, select: Callable[[str, Tensor], bool]) -> tree.Tree:
+def _unshard_some(value: Flat, select: Callable[[str, Tensor], bool], name: str) -> tree.Tree:
     layout = value.layout
     slots = [layout.leaves[position] for position in layout.positions]
     chosen = [
@@ -84,7 +90,7 @@ def _unshard_some(value: Flat, select: Callable[[str, Tensor], bool]) -> tree.Tr
             codec=value.codec,
         )
         with torch.no_grad():
-            (whole,) = redistribute(part, R, value.group, name="unshard").buffers
+            (whole,) = redistribute(part, R, value.group, name=name).buffers
             for leaf in inside:
                 slot = layout.leaves[leaf]
                 found[leaf] = ops.unravel(whole, slot.offset, slot.shape, slot.dtype).clone()
