@@ -99,7 +99,7 @@ class SavedEngine(nn.Module):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -135,7 +135,7 @@ class SavedEngine(nn.Module):
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -155,10 +155,10 @@ class SavedEngine(nn.Module):
             CheckpointError: there is no such checkpoint, or its groups have other constants.
         """
         folder = Path(load_dir)
-        if (tag := zero_to_fp32.latest_of(folder) if tag is None else tag) is None:
+        if (name := zero_to_fp32.tag_of(folder, tag)) is None:
             return None, None
-        path = folder / tag
-        _check_is_own(path, folder / "converted" / tag)
+        path = folder / name
+        _check_is_own(path, folder / "converted" / name)
         found = checkpoint.training_state(path)
         data: Any = found.values.get("data") or {}
         state, scheduler, groups = self._core.state, self.lr_scheduler, self._settings.groups
@@ -195,7 +195,7 @@ class SavedEngine(nn.Module):
                 scheduler.step(scheduler.last_batch_iteration)
             own = ("muon_lr", "adam_lr") if is_earlier else ()
             group.update({name: value for name, value in saved.items() if name not in own})
-        self.loaded_checkpoint_tag = tag
+        self.loaded_checkpoint_tag = name
         return str(path), zero_to_fp32.unpacked(data)
 
     def load_universal_checkpoint(self) -> bool:

@@ -45,7 +45,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 @takes(checkpoint_dir=PATH)
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path,
-    tag: str | None = None,
+    tag: str | float | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     output_dir: str | Path,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
-    tag: str | None = None,
+    tag: str | float | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of a checkpoint in float32 as files that ``from_pretrained`` reads.
@@ -111,7 +111,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | float | None = None
 ) -> torch.nn.Module:
     """Load the weights of a checkpoint into a module on the CPU, and return the module.
 
@@ -192,7 +192,7 @@ def main(args: Sequence[str] | None = None) -> None:
     convert_zero_checkpoint_to_fp32_state_dict(**given)
 
 
-def _weights(path: str | Path, tag: str | None, without_frozen: bool) -> Source:
+def _weights(path: str | Path, tag: str | float | None, without_frozen: bool) -> Source:
     found = _opened(Path(path), tag)
     params = found.params
     if without_frozen:
@@ -216,15 +216,17 @@ def weights_of(found: TrainingState, params: Source) -> Source:
     return joined(joined(params, Source(known, params.origin)), buffers)
 
 
-def latest_of(path: Path) -> str | None:
-    """Return the tag that ``latest`` names, if there is one."""
+def tag_of(path: Path, tag: Any) -> str | None:
+    """Return a tag as text, as in DeepSpeed; by default the one that ``latest`` names, if any."""
+    if tag is not None:
+        return str(tag)
     latest = path / "latest"
     return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
 
-def _opened(path: Path, tag: str | None) -> TrainingState:
-    tag = latest_of(path) if tag is None else tag
-    folder = path if tag is None else path / tag
+def _opened(path: Path, tag: str | float | None) -> TrainingState:
+    name = tag_of(path, tag)
+    folder = path if name is None else path / name
     if not folder.is_dir():
         raise CheckpointError(
             f"checkpoint_dir is a directory of save_checkpoint(); got {str(folder)!r}, which does "
