@@ -56,7 +56,8 @@ def deepspeed(path: str | Path, *, tag: str | None = None) -> TrainingState:
 
     Returns:
         The fp32 parameters, frozen parameters as they are, tied ones under all of their names, the
-        buffers and the moments. Nothing is read until a leaf is loaded.
+        buffers and the moments. Nothing is read until a leaf is loaded. ``values["optimizer"]`` has
+        the numbers of the parameter groups and of the loss scale.
 
     Raises:
         UntrustedCheckpoint: a pickle that names anything but tensors, plain values and classes of
@@ -97,10 +98,10 @@ def _opened(folder: Path) -> TrainingState:
     states = [_checked(load(file, inert=_INERT), dict, file) for file in models]
     if (folder / "zero").is_dir():
         _files.check_no_link(folder / "zero")
-        slots, step = _universal(folder / "zero", states)
+        slots, step, numbers = _universal(folder / "zero", states)
     else:
-        slots, step = _of_ranks(folder, states)
-    return _assembled(str(folder), states, slots, step)
+        slots, step, numbers = _of_ranks(folder, states)
+    return _assembled(str(folder), states, slots, step, numbers)
 
 
 def _step_of(path: Path, tag: str | None) -> Path:
@@ -154,16 +155,13 @@ def _shapes(state: Mapping[str, Any]) -> _Shapes:
     ]
 
 
-def _of_ranks(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]:
-    """Return fp32 parameters and moments by name from the files of the ranks."""
+def _of_ranks(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None, Any]:
+    """Return fp32 parameters and moments by name from the files of the ranks, and the numbers."""
     files = _numbered(folder, _RANK)
-    ranks = [
-        _checked(load(file, inert=_INERT), dict, file).get("optimizer_state_dict") for file in files
-    ]
+    loaded = [(_checked(load(file, inert=_INERT), dict, file), file) for file in files]
+    ranks = [_checked(state.get("optimizer_state_dict"), dict, file) for state, file in loaded]
     if not ranks:
-        return {}, None
-    for state, file in zip(ranks, files, strict=True):
-        _checked(state, dict, file)
+        return {}, None, {}
     count = ranks[0].get("partition_count")
     counts = set(count) if isinstance(count, list) else {count}
     if counts != {len(ranks)}:
@@ -173,9 +171,10 @@ def _of_ranks(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]:
             "experts with ds_to_universal"
         )
     shapes = _shapes(states[0])
-    if "fp32_flat_groups" in ranks[0]:
-        return _stage_3(ranks, shapes), _step(ranks[0]["optimizer_state_dict"])
-    return _stages_1_and_2(ranks, shapes), _step(ranks[0].get("base_optimizer_state"))
+    is_stage_3 = "fp32_flat_groups" in ranks[0]
+    slots = (_stage_3 if is_stage_3 else _stages_1_and_2)(ranks, shapes)
+    base = ranks[0].get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
+    return slots, _step(base), _numbers(ranks[0], base)
 
 
 def _stages_1_and_2(ranks: Sequence[Any], shapes: _Shapes) -> _Slots:
@@ -260,10 +259,16 @@ def _moments(
 
 def _step(optimizer: Any) -> int | None:
     state = _group_state(optimizer, 0)
-    if "step" in state:
-        return _integer(state["step"])
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    return _integer(groups[0].get("step")) if groups else None
+    return _integer(state.get("step", groups[0].get("step") if groups else None))
+
+
+def _numbers(state: Mapping[str, Any], base: Any) -> dict[str, Any]:
+    """Return the numbers of the parameter groups and of the loss scale, where they are known."""
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    scale = getattr(state.get("loss_scaler"), "state", None) or {}
+    found = {"loss_scaler": {k: x for k, x in scale.items() if isinstance(x, (int, float))}}
+    return {**found, "param_groups": groups} if groups and _is_plain(groups) else found
 
 
 def _integer(value: Any) -> int | None:
@@ -272,10 +277,11 @@ def _integer(value: Any) -> int | None:
     return int(value) if isinstance(value, (int, float)) else None
 
 
-def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]:
+def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None, Any]:
     shapes = {name: shape for group in _shapes(states[0]) for name, shape in group.items()}
     slots: _Slots = {}
-    step = None
+    step: int | None = None
+    numbers: dict[str, Any] = {}
     for directory in sorted(folder.iterdir()):
         name = directory.name
         if not directory.is_dir() or name not in shapes:
@@ -299,10 +305,11 @@ def _universal(folder: Path, states: Sequence[Any]) -> tuple[_Slots, int | None]
                 shapes[name], tensor.dtype, tensor.fetch
             )
     _check_complete(folder, slots)
-    if step is None and (folder / "optimizer_state.pt").is_file():
+    if (folder / "optimizer_state.pt").is_file():
         _files.check_no_link(folder / "optimizer_state.pt")
-        step = _step(load(folder / "optimizer_state.pt", inert=_INERT))
-    return slots, step
+        state = load(folder / "optimizer_state.pt", inert=_INERT)
+        step, numbers = _step(state) if step is None else step, _numbers(state, state)
+    return slots, step, numbers
 
 
 def _check_complete(folder: Path, slots: _Slots) -> None:
@@ -320,7 +327,7 @@ def _check_complete(folder: Path, slots: _Slots) -> None:
 
 
 def _assembled(
-    origin: str, states: Sequence[Any], slots: _Slots, step: int | None
+    origin: str, states: Sequence[Any], slots: _Slots, step: int | None, numbers: Any
 ) -> TrainingState:
     first = states[0]
     module = first.get("module")
@@ -356,12 +363,13 @@ def _assembled(
         for name, value in module.items()
         if name in buffer_names and isinstance(value, _files.StoredTensor)
     }
+    plain = {key: x for key, x in first.items() if key not in _LAYOUT and _is_plain(x)}
     return TrainingState(
         named({name: everything[name] for name in [*in_order, *params, *tied]}, origin),
         named(buffers, origin),
         {key: named(moment, origin) for key, moment in slots.items()},
         step,
-        {key: value for key, value in first.items() if key not in _LAYOUT and _is_plain(value)},
+        plain | {"optimizer": numbers},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from zfun.checkpoint.format._manifest import CHUNK_BYTES
 from zfun.checkpoint.format._plain import encode
 from zfun.checkpoint.format._write import Hashing
 from zfun.collectives import single_group
-from zfun.errors import OptionError
+from zfun.errors import CheckpointError, OptionError
 from zfun.files import Files
 from zfun.objects import files_of
 from zfun.options import PATH, instance, integer, takes
@@ -56,7 +57,8 @@ def convert(
         moments: by name in ``found.moments``, the path in the new state. The default is that of
             ``zf.optim.adam`` and ``zf.optim.adamw``.
         count: the path of the optimizer's count of steps; ``None`` for an optimizer without.
-        data: your own data, as for :func:`zfun.save`.
+        data: your own data, as for :func:`zfun.save`; by default those of ``found.values`` that a
+            checkpoint can keep.
         files: the operations on files.
 
     Returns:
@@ -101,7 +103,7 @@ def convert(
         {},
         step,
         {"converted_from": found.params.origin},
-        encode(data, "data="),
+        _kept(found.values) if data is None else encode(data, "data="),
     )
     group = single_group()
     job = Job(str(path), group, files_of(path, files), None, Hashing(CHUNK_BYTES, _HASH))
@@ -114,6 +116,16 @@ def convert(
     finally:
         job.release()
     return job.final
+
+
+def _kept(values: Mapping[str, Any]) -> Any:
+    """Encode the values that a checkpoint can keep, if they are read and there are any."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        with contextlib.suppress(CheckpointError):
+            encode(value, "data=")
+            kept[name] = value
+    return encode(kept or None, "data=")
 
 
 def _keyed(found: TrainingState, moments: Mapping[str, str]) -> tuple[Source, dict[str, str]]:

@@ -15,15 +15,14 @@ from zfun import checkpoint
 from zfun.collectives import Group
 from zfun.errors import CheckpointError
 from zfun.interop._named import answering
+from zfun.interop.deepspeed import _converted
+from zfun.interop.deepspeed._converted import COUNTERS
 from zfun.interop.deepspeed._scales import go_on
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.lr_schedules import Scheduled
 from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import CONFIGURED
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_DEEPSPEED = "*model_states.pt"
 
 
 class SavedEngine(nn.Module):
@@ -116,7 +115,7 @@ class SavedEngine(nn.Module):
         _check_tag(self._ranks, name)
         data = {
             **zero_to_fp32.packed(client_state or {}),
-            "counters": {counter: getattr(self, counter) for counter in _COUNTERS},
+            "counters": {counter: getattr(self, counter) for counter in COUNTERS},
             "lr_scheduler": None if scheduler is None else dict(scheduler.state_dict()),
             "loss_scale": None if scaling is None else scaling.numbers,
             "groups": zero_to_fp32.packed(_groups(self.optimizer)),
@@ -144,9 +143,11 @@ class SavedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
 
-        Without ``load_optimizer_states``, or with ``custom_load_fn``, counters and the scheduler
-        are loaded too; with ``load_module_only``, the weights alone. Without
-        ``load_optimizer_states`` the next step has the rates of before, as in DeepSpeed.
+        Or what DeepSpeed saved at stages 1 to 3, as it is or after ``zf.checkpoint.convert``; its
+        files run no code, so the client state lacks objects of other classes. Without
+        ``load_optimizer_states`` counters and the scheduler are loaded too, and the next step has
+        the rates of before, as in DeepSpeed; with ``load_module_only``, the weights alone are.
+        ``custom_load_fn`` writes the weights in place of the load.
 
         Returns:
             The path and the client state, or ``(None, None)`` where there is no checkpoint.
@@ -158,25 +159,10 @@ class SavedEngine(nn.Module):
         if (name := zero_to_fp32.tag_of(folder, tag)) is None:
             return None, None
         path = folder / name
-        _check_is_own(path, folder / "converted" / name)
-        found = checkpoint.training_state(path)
-        data: Any = found.values.get("data") or {}
-        state, scheduler, groups = self._core.state, self.lr_scheduler, self._settings.groups
-        left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
-        is_whole = load_optimizer_states and not load_module_only and custom_load_fn is None
-        numbers: list[dict[str, Any]] = []
-        if is_whole and groups is not None:
-            numbers = [_numbers_of(data, str(i), group) for i, group in enumerate(groups.groups)]
-            groups.check_saved(state.opt_state, numbers)
-            # DeepSpeed leaves the random generators as they are.
-            self._core.load(path, keeps_frozen=left_out, rng=False)
-        else:
-            weights = {
-                name: x.load() for name, x in zero_to_fp32.weights_of(found, found.params).items()
-            }
-            self.load_module_state_dict(
-                weights, load_module_strict and not left_out, custom_load_fn
-            )
+        saved = _converted.opened(path)
+        data, scheduler = saved.data, self.lr_scheduler
+        is_whole = load_optimizer_states and not load_module_only
+        numbers = self._load_state(saved, path, load_module_strict, is_whole, custom_load_fn)
         self._core.zero_grad()
         if is_whole:
             go_on(self, data.get("loss_scale") or {})
@@ -184,19 +170,60 @@ class SavedEngine(nn.Module):
         step_size = self._settings.recipe.num_micro_batches
         self.micro_steps = self.micro_steps // step_size * step_size
         if not load_module_only:
-            for counter in data.get("counters", {}).keys() & set(_COUNTERS):
+            for counter in data.get("counters", {}).keys() & set(COUNTERS):
                 setattr(self, counter, data["counters"][counter])
             if load_lr_scheduler_states and scheduler is not None and data.get("lr_scheduler"):
                 scheduler.load_state_dict(data["lr_scheduler"])
-        for group, saved in zip(groups.groups if groups else (), numbers, strict=False):
+        groups = self._settings.groups
+        for group, own in zip(groups.groups if groups else (), numbers, strict=False):
             # Rates of an earlier Muon are those of the configuration, and have no base.
-            is_earlier = "base_lr" in group and "base_lr" not in saved
+            is_earlier = "base_lr" in group and "base_lr" not in own
             if is_earlier and isinstance(scheduler, Scheduled):
                 scheduler.step(scheduler.last_batch_iteration)
-            own = ("muon_lr", "adam_lr") if is_earlier else ()
-            group.update({name: value for name, value in saved.items() if name not in own})
+            kept = ("muon_lr", "adam_lr") if is_earlier else ()
+            group.update({name: value for name, value in own.items() if name not in kept})
         self.loaded_checkpoint_tag = name
         return str(path), zero_to_fp32.unpacked(data)
+
+    def _load_state(
+        self,
+        saved: _converted.Opened,
+        path: Path,
+        strict: bool,
+        is_whole: bool,
+        custom_load_fn: Callable[..., Any] | None,
+    ) -> list[dict[str, Any]]:
+        """Load the weights, and the optimizer if whole; return the numbers of its groups."""
+        found, state, groups = saved.state, self._core.state, self._settings.groups
+        left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
+        numbers: list[dict[str, Any]] = []
+        has_weights = False
+        load = lambda: {
+            n: x.load() for n, x in zero_to_fp32.weights_of(found, found.params).items()
+        }
+        if is_whole and groups is not None:
+            numbers = [
+                _numbers_of(saved.data, str(i), group) for i, group in enumerate(groups.groups)
+            ]
+            groups.check_saved(state.opt_state, numbers)
+            if saved.is_own:
+                # DeepSpeed leaves the random generators as they are.
+                kept = None if custom_load_fn is None else _converted.is_weight
+                self._core.load(path, keeps_frozen=left_out, rng=False, reset=kept)
+                has_weights = custom_load_fn is None
+            else:
+                # DeepSpeed's have other names too, which these groups do not know.
+                numbers = [
+                    {name: x for name, x in own.items() if name in group}
+                    for own, group in zip(numbers, groups.groups, strict=True)
+                ]
+                _converted.take_optimizer(self._core, saved, load(), numbers)
+        if not has_weights:
+            if custom_load_fn is not None:
+                # Master weights that the function does not write follow the parameters.
+                self._core.replace({})
+            self.load_module_state_dict(load(), strict and not left_out, custom_load_fn)
+        return numbers
 
     def load_universal_checkpoint(self) -> bool:
         """Return ``False``: :meth:`load_checkpoint` takes any number of ranks as it is."""
@@ -244,21 +271,6 @@ def _numbers_of(data: Mapping[str, Any], index: str, group: Mapping[str, Any]) -
         for name, value in saved.items()
         if name not in CONFIGURED and not (value is None and group.get(name) is not None)
     }
-
-
-def _check_is_own(path: Path, converted: Path) -> None:
-    """Refuse a directory that this engine has not written."""
-    if any(path.glob(_DEEPSPEED)):
-        raise CheckpointError(
-            f"load_checkpoint() loads what this engine saved; got {str(path)!r}, which DeepSpeed "
-            "wrote; convert it with zf.checkpoint.convert(zf.sources.deepspeed(path), new_path), "
-            f"with new_path {str(converted)!r}, and load that"
-        )
-    if not path.is_dir() or checkpoint.latest(path) is None:
-        raise CheckpointError(
-            f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
-            ", which has no checkpoint; pass the tag of one, or leave the tag out"
-        )
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
