@@ -27,6 +27,8 @@ from zfun.optim import Optimizer, Schedule
 _DECAYED_BY_TORCH = 0.01
 # DeepSpeed's rate of the Adam beside Muon, where lr is not written.
 _BESIDE_MUON = 3e-4
+# DeepSpeed's default for Lion with offload_optimizer, whose class is another one.
+_OF_CPU_LION = (0.9, 0.999)
 # The rates of a parameter group; all but the first are those of Muon.
 RATES = ("lr", "muon_lr", "adam_lr", "base_lr")
 # Schedules that write one rate into every group, whatever the group had.
@@ -74,10 +76,12 @@ def rule_of(found: Checked, section: str) -> Rule | None:
     options = found.options(section) | (found.extra if section == "optimizer" else {})
     if options.pop("torch_adam", False) and "optimizer.params.weight_decay" not in found.given:
         options["weight_decay"] = _DECAYED_BY_TORCH if options.get("adam_w_mode", True) else 0.0
+    is_known = lambda path: path in found.given or path in found.values.sources
     if kind == "Muon" and options["adam_lr"] is None:
-        path = "optimizer.params.lr"
-        is_known = path in found.given or path in found.values.sources
-        options["adam_lr"] = None if is_known else _BESIDE_MUON
+        options["adam_lr"] = None if is_known("optimizer.params.lr") else _BESIDE_MUON
+    is_offloaded = found.values["zero_optimization.offload_optimizer.device"] in ("cpu", "nvme")
+    if kind == "Lion" and is_offloaded and not is_known("optimizer.params.betas"):
+        options["betas"] = _OF_CPU_LION
     return Rule(kind, options)
 
 

@@ -198,3 +198,25 @@ def test_a_configured_optimizer_keeps_its_class_for_strategies() -> None:
     assert optimizer.torch_class is torch.optim.NAdam
     with pytest.raises(OptionError, match="an engine steps the optimizer of a configuration"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_defaults_are_those_of_the_class_that_deepspeed_takes(device: str) -> None:
+    """DeepSpeed has other classes for an optimizer in host memory or on a disk."""
+    folder = {"nvme_path": "/tmp"} if device == "nvme" else {}
+    zero = {"stage": 1, "offload_optimizer": {"device": device, **folder}}
+
+    def options(kind: str, **params: Any) -> Any:
+        config = {"optimizer": {"type": kind, "params": params}, "zero_optimization": zero}
+        rule = from_ds_config({**SIZES, **config}).rule
+        assert rule is not None
+        return rule.options
+
+    assert options("Lion")["betas"] == ((0.9, 0.99) if device == "none" else (0.9, 0.999))
+    assert options("Lion", betas=[0.5, 0.6])["betas"] == (0.5, 0.6)
+    for kind in ("Adam", "AdamW"):
+        found = options(kind)
+        assert (found["lr"], found["betas"], found["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
+        assert found["weight_decay"] == 0
+    found = options("Adagrad")
+    assert (found["lr"], found["eps"], found["weight_decay"]) == (1e-2, 1e-10, 0)

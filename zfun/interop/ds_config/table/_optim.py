@@ -50,8 +50,8 @@ def _rate(default: float, becomes: str = "zf.optim: learning_rate") -> Key:
     return mapped("lr", default, becomes, RATE, fill=filled("learning_rate"))
 
 
-def _betas(first: float, second: float, fill: Fill) -> Key:
-    return mapped("betas", (first, second), "zf.optim: b1, b2", BETAS, fill=fill)
+def _betas(first: float, second: float, fill: Fill, why: str = "") -> Key:
+    return mapped("betas", (first, second), "zf.optim: b1, b2", BETAS, why, fill=fill)
 
 
 def _eps(default: float, fill: Fill) -> Key:
@@ -76,7 +76,7 @@ _OPTIMIZERS = (
     *of("SGD", _rate(1e-3)),
     *of("Adagrad", _rate(1e-2)),
     *of(_WITH_BETAS, _betas(0.9, 0.999, _PAIR), _eps(1e-8, _EPS)),
-    *of("Lion", _betas(0.9, 0.99, _if_auto(_PAIR))),
+    *of("Lion", _betas(0.9, 0.99, _if_auto(_PAIR), "[0.9, 0.999] with offload_optimizer")),
     *of("Muon", _rate(0.02), _betas(0.9, 0.95, _if_auto(_PAIR))),
     *of(("Adagrad", "Muon"), _eps(1e-10, _if_auto(_EPS))),
     *of((*_WITH_BETAS, "Lion", "Adagrad", "SGD", "Muon"),
