@@ -16,7 +16,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DDPCommunicationHookType, DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from zfun import optim
@@ -35,14 +35,13 @@ from zfun.interop._attached import (
     release,
 )
 from zfun.interop._named import apart
+from zfun.interop._refused import check_options, refuse_alone
 from zfun.interop._resumed import load_parts, moments_beside, own_values_of
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
 
 _FOLDER = "zfun"
-# Of accelerate's parallelism_config.
-_OTHER_AXES = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 _HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -95,25 +94,7 @@ class Accelerator(accelerate.Accelerator):
         return accelerator
 
     def _take(self, zero: int | Mapping[str, Any], mixed_precision: str) -> None:
-        for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
-            if getattr(self.state, plugin, None) is not None:
-                raise OptionError(
-                    f"zfun shards, reduces and steps by itself; got {plugin} of accelerate; leave "
-                    "it out of the script and of the configuration of accelerate, and pass zero= "
-                    "or a configuration of DeepSpeed to zfun"
-                )
-        sizes = {name: getattr(self.parallelism_config, name, 1) for name in _OTHER_AXES}
-        if others := [f"{name}={size}" for name, size in sizes.items() if size != 1]:
-            raise OptionError(
-                f"the processes of an Accelerator are data ranks under zfun; got {others[0]} in "
-                "parallelism_config; leave it out, and pass zero=3 to shard parameters"
-            )
-        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
-        if hook != DDPCommunicationHookType.NO:
-            raise OptionError(
-                f"zfun sends gradients without hooks of DDP; got comm_hook={hook.value!r} in "
-                "DistributedDataParallelKwargs; leave it out, and pass zero={'compression': ...}"
-            )
+        check_options(self)
         if mixed_precision not in _HALF:
             raise OptionError(
                 f"mixed_precision is one of {', '.join(map(repr, _HALF))} under zfun; got "
@@ -175,7 +156,7 @@ class Accelerator(accelerate.Accelerator):
         """Refuse gradients of the models that wait for an optimizer, which no engine sums."""
         self._unguard()
         self._guards = [
-            param.register_post_accumulate_grad_hook(_refuse_alone)
+            param.register_post_accumulate_grad_hook(refuse_alone)
             for model in self._waiting
             for param in model.parameters()
             # One that another model shares may have an engine.
@@ -439,11 +420,3 @@ class Accelerator(accelerate.Accelerator):
                 )
             if optimizer.optimizer in new:
                 load_parts(engine, path, weights=False, moments=True)
-
-
-def _refuse_alone(param: Tensor) -> None:
-    raise OptionError(
-        "a model is sharded together with its optimizer; got gradients of a model whose optimizer "
-        "prepare() has not got, so no ranks would share them; pass both to prepare(), the "
-        "optimizer as one of torch.optim"
-    )
