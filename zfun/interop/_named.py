@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,41 @@ def answering(engine: Any, values: Mapping[str, Tensor] | None) -> Iterator[None
                 lent[leaf] = found.get(name, x.detach())
     with live.lending(lent, keeps=False) if lent else contextlib.nullcontext(), torch.no_grad():
         yield
+
+
+class Gathered(NamedTuple):
+    """Whole values by name, and the parameters that they were gathered from."""
+
+    params: Flat
+    values: dict[str, Tensor]
+
+
+def at_hand(engine: Any) -> dict[str, Tensor]:
+    """Return the values of :func:`gathered_once`, unless the state is another one by now."""
+    whole = engine._whole
+    return whole.values if whole is not None and whole.params is engine._state.params else {}
+
+
+@contextlib.contextmanager
+def gathered_once(engines: Iterable[Any]) -> Iterator[None]:
+    """Gather parameters of stage 3 at the start of a context, inside which a rank reads alone.
+
+    Every rank must enter. Calls of the models without gradients take the values too; writes are
+    those of all ranks, as ever.
+    """
+    mine = [x for x in engines if x._is_sharded and x._whole is None]
+    try:
+        for engine in mine:
+            engine._check_here("a read of parameters", "parameters")
+            flats = [x for x in (engine._state.params, engine._state.frozen) if x is not None]
+            # Views of a bucket would keep it, and state_dict() would copy them.
+            parts = [apart(part) for flat in flats for part in whole_by_bucket(flat)]
+            values = {name: x for part in parts for name, x in part.items()}
+            engine._whole = Gathered(engine._state.params, values)
+        yield
+    finally:
+        for engine in mine:
+            engine._whole = None
 
 
 def with_values(

@@ -34,7 +34,7 @@ from zfun.interop._attached import (
     leaves_of_each,
     release,
 )
-from zfun.interop._named import apart
+from zfun.interop._named import apart, gathered_once
 from zfun.interop._refused import check_options, refuse_alone
 from zfun.interop._resumed import load_parts, moments_beside, own_values_of
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
@@ -394,8 +394,11 @@ class Accelerator(accelerate.Accelerator):
         return apart(super().get_state_dict(model, unwrap))
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Save as ``accelerate`` does, and the sharded state beside. All ranks call."""
-        with self.without_moments():
+        """Save as ``accelerate`` does, and the sharded state beside. All ranks call.
+
+        Hooks may read a model on one rank alone.
+        """
+        with self.without_moments(), gathered_once(self._engines):
             found = super().save_state(output_dir, *args, **kwargs)
         for index, engine in enumerate(self._engines):
             engine.save(Path(found) / f"{_FOLDER}_{index}", keep=1)
@@ -407,7 +410,13 @@ class Accelerator(accelerate.Accelerator):
             folder = Path(self.project_dir) / "checkpoints"
             input_dir = str(max(folder.glob("checkpoint_*"), key=lambda x: int(x.name[11:])))
         models = {id(x): x for x in self._models if self.engine_of(x) is not None}.values()
-        with own_values_of(models), self.without_moments(), moments_beside(self._optimizers) as new:
+        # Hooks may read on one rank alone; without any, no rank needs all values at a time.
+        own = self._engines if self._load_model_state_pre_hook else ()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(gathered_once(own))
+            stack.enter_context(own_values_of(models))
+            stack.enter_context(self.without_moments())
+            new = stack.enter_context(moments_beside(self._optimizers))
             super().load_state(input_dir, *args, **kwargs)
         # The models have the values of their files, or what hooks have loaded in place of these.
         for index, (engine, (optimizer, _)) in enumerate(self._engines.items()):

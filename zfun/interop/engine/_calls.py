@@ -7,7 +7,7 @@ import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,12 +81,21 @@ class Calls:
             self._live.remember(tape)
         return out, tape
 
-    def evaluate(self, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function without gradients."""
+    def evaluate(
+        self,
+        state: ZeroState,
+        values: Mapping[str, Any],
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a function without gradients, with whole values if there are some."""
         call = (fn, args, kwargs)
         self._buffers.look(trains=False)
         if self._is_plain:
             out = self._run({}, call)
+        elif values:
+            out = self._cast(self._function())(values, call)
         else:
             out = self._evaluation(state, call) if self._uneven is None else self._uneven(call)
         self._buffers.leave()

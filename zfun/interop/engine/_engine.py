@@ -30,6 +30,7 @@ from zfun import checkpoint, optim
 from zfun.checkpoint import agree, attempt
 from zfun.collectives import Group, agreement_group, process_group
 from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
+from zfun.interop._named import at_hand
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
 from zfun.interop.engine._live import LiveModule, check_free
@@ -232,7 +233,7 @@ class Engine(Passes):
             return fn(*args, **kwargs)
         self._check_here("a call", "parameters")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return self._calls.evaluate(self._state, fn, args, kwargs)
+            return self._calls.evaluate(self._state, at_hand(self), fn, args, kwargs)
         self.prepare()
         out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
         take, check = weakref.WeakMethod(self._take), weakref.WeakMethod(self._check_pass)
@@ -362,8 +363,7 @@ class Engine(Passes):
         self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
     ) -> checkpoint.Loaded[Any] | None:
         """Load the state of a run that trains other leaves; ``None`` if there is none."""
-        groups = self._groups
-        if groups is None:
+        if (groups := self._groups) is None:
             return None
         # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
         found, _ = attempt(lambda: trained_in(path, step))

@@ -17,6 +17,8 @@ from zfun.errors import OptionError
 from zfun.evaluation import averaged
 from zfun.flat import leaf_spans, unravel
 from zfun.interop._named import (
+    Gathered,
+    at_hand,
     named,
     settle_masters,
     state_dict_of,
@@ -28,11 +30,7 @@ from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._torch_states import torch_state
-from zfun.interop.engine._values import (
-    EngineBuffers,
-    leaves_of,
-    whole_values,
-)
+from zfun.interop.engine._values import EngineBuffers, leaves_of, whole_values
 from zfun.placement import S
 from zfun.recipes import ZeroState
 
@@ -64,6 +62,7 @@ class HeldModule:
     _away: frozenset[str] = frozenset()
     # The leaves that code has written, and master weights do not know of yet.
     _written: frozenset[str] = frozenset()
+    _whole: Gathered | None = None
 
     @property
     def state(self) -> ZeroState:
@@ -236,6 +235,8 @@ class HeldModule:
         self._check_here(f"a read of leaf {name!r}", "parameters")
         if master:
             self._settle_masters()
+        elif values := at_hand(self):
+            return values[name]
         return whole_values(self._state, {name}, masters=master, what=what)[name]
 
     def gathered_all(self, names: Sequence[str]) -> list[Tensor]:
@@ -259,7 +260,11 @@ class HeldModule:
         self._live.check_read()
         sent, what = value.detach().contiguous(), f"a write of {name}"
         value = broadcast(sent, sum_group(self._group), 0, name=what)
+        values = at_hand(self)
         self._state = with_leaves(self._state, {name: value})
+        if values:
+            values[name].copy_(value)
+            self._whole = Gathered(self._state.params, values)
         self._written |= {name}
         self._show()
 

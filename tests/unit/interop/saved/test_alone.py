@@ -1,0 +1,137 @@
+"""Calls of ``accelerate`` in which one rank is alone, on two processes beside plain accelerate."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import processes
+from zfun.collectives import Group, Workers
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402, needs accelerate
+
+from zfun.interop.accelerate import Accelerator  # noqa: E402, needs accelerate
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+WIDTH = 4
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with processes(2, timeout_s=200.0, collective_timeout_s=30.0) as held:
+        yield held
+
+
+class Loop:
+    """A loop of accelerate with two models and an optimizer, plain without a stage."""
+
+    def __init__(self, group: Group, zero: int | None, **options: Any) -> None:
+        words = {"LOCAL_RANK": group.rank, "RANK": group.rank, "WORLD_SIZE": group.size}
+        os.environ.update({name: str(number) for name, number in words.items()})
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        given: dict[str, Any] = {} if zero is None else {"zero": {"stage": zero, "group": group}}
+        cls: Any = accelerate.Accelerator if zero is None else Accelerator
+        self.accelerator: Any = cls(cpu=True, **given, **options)
+        torch.manual_seed(0)
+        frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        bare = nn.Linear(WIDTH, WIDTH, bias=False)  # statistics follow
+        self.first = nn.Sequential(bare, nn.BatchNorm1d(WIDTH), frozen)
+        self.second = nn.Linear(WIDTH, 1)
+        params = [p for x in (self.first, self.second) for p in x.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(params, 0.05)
+        self.models = self.accelerator.prepare(self.first, self.second, optimizer)
+        self.rank = group.rank
+
+    def train(self, count: int) -> None:
+        first, second, optimizer = self.models
+        for index in range(count):
+            generator = torch.Generator().manual_seed(10 * index + self.rank)
+            x = torch.randn(3, WIDTH, generator=generator)
+            self.accelerator.backward(second(first(x)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        parts = (self.first, self.second)
+        return [x.detach().clone() for part in parts for x in part.parameters()]
+
+
+def saved_whole(accelerator: Any, model: Any) -> list[Any]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return [*torch.load(file, weights_only=False).state_dict().values()]
+
+
+@torch.no_grad()
+def output(accelerator: Any, model: Any) -> list[Any]:
+    model.eval()
+    out = model(torch.ones(2, WIDTH))
+    model.train()
+    return [out]
+
+
+READS: dict[str, Callable[[Any, Any], list[Any]]] = {
+    "state_dict()": lambda _, model: list(model.state_dict().values()),
+    "get_state_dict()": lambda accelerator, model: [*accelerator.get_state_dict(model).values()],
+    "parameters": lambda _, model: [p.detach().norm() for p in model.parameters()],
+    "an array": lambda _, model: [torch.tensor(p.data.numpy()) for p in model.parameters()],
+    "a copy": lambda _, model: list(copy.deepcopy(model).parameters()),
+    "a file of the module": saved_whole,
+    "a call": output,
+}
+
+
+def hooked(group: Group, zero: int | None, read: str, folder: str) -> Any:
+    """Save and load with hooks that read on rank 0 alone; return what they read, and the values."""
+    loop = Loop(group, zero)
+    accelerator, found = loop.accelerator, list[Tensor]()
+
+    def note(models: Any) -> None:
+        for model in models if accelerator.is_main_process else ():
+            values = READS[read](accelerator, accelerator.unwrap_model(model))
+            found.extend(x.detach().clone() for x in values)
+
+    def save(models: Any, weights: list[Any], output_dir: str) -> None:
+        note(models)
+        with torch.no_grad():
+            loop.second.weight.mul_(2.0)  # on all ranks
+        note(models)
+
+    def load(models: Any, input_dir: str) -> None:
+        note(models)
+        with torch.no_grad():
+            next(loop.first.parameters()).add_(1.0)
+        note(models)
+        models.pop()
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    loop.train(2)
+    accelerator.save_state(f"{folder}/{zero}")
+    accelerator.wait_for_everyone()
+    loop.train(2)
+    accelerator.load_state(f"{folder}/{zero}")
+    loop.train(2)
+    return found, loop.values()
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_of_states_read_a_model_on_one_rank(
+    stage: int, read: str, workers: Workers, tmp_path: Path
+) -> None:
+    expected = workers.run(hooked, None, read, str(tmp_path))
+    found = workers.run(hooked, stage, read, str(tmp_path))
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
