@@ -14,6 +14,7 @@ from zfun import stores, tree
 from zfun.collectives import agreement_group, barrier
 from zfun.errors import PlacementError, SpecMismatch
 from zfun.flat import Flat, flats, leaf_spans
+from zfun.interop._together import begin
 from zfun.optim import MasterState
 from zfun.recipes import ZeroState
 from zfun.stores import Stored, fetch
@@ -98,14 +99,16 @@ def at_hand(engine: Any) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def gathered_once(engines: Iterable[Any]) -> Iterator[None]:
+def gathered_once(engines: Iterable[Any], call: str = "") -> Iterator[None]:
     """Gather parameters of stage 3 at the start of a context, inside which a rank reads alone.
 
-    Every rank must enter. Calls of the models without gradients take the values too; writes are
-    those of all ranks, as ever.
+    Every rank must enter, by the call that an error names. Calls of the models without gradients
+    take the values too; writes are those of all ranks, as ever.
     """
     mine = [x for x in engines if x._is_sharded and x._whole is None]
     try:
+        for engine in mine[:1] if call else ():
+            begin(call, engine._group)
         for engine in mine:
             engine._check_here("a read of parameters", "parameters")
             flats = [x for x in (engine._state.params, engine._state.frozen) if x is not None]

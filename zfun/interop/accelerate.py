@@ -37,6 +37,7 @@ from zfun.interop._attached import (
 from zfun.interop._named import apart, gathered_once
 from zfun.interop._refused import check_options, refuse_alone
 from zfun.interop._resumed import load_parts, moments_beside, own_values_of
+from zfun.interop._together import begin
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
@@ -374,6 +375,15 @@ class Accelerator(accelerate.Accelerator):
         with contextlib.nullcontext() if self._half is None else self._autocast(autocast_handler):
             yield
 
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks; a rank that is elsewhere is an error."""
+        self._begin("wait_for_everyone()")
+        super().wait_for_everyone()
+
+    def _begin(self, name: str) -> None:
+        if self._engines and self._ranks is not None:
+            begin(f"{name} of an Accelerator", self._ranks)
+
     # Checkpoints.
 
     @contextlib.contextmanager
@@ -391,13 +401,16 @@ class Accelerator(accelerate.Accelerator):
         As those of ``accelerate``, they may be the values that the model trains on; clone them to
         keep them.
         """
-        return apart(super().get_state_dict(model, unwrap))
+        own = [x for x, (_, its) in self._engines.items() if any(y is model for y in its)]
+        with gathered_once(own, "get_state_dict() or save_model() of an Accelerator"):
+            return apart(super().get_state_dict(model, unwrap))
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save as ``accelerate`` does, and the sharded state beside. All ranks call.
 
         Hooks may read a model on one rank alone.
         """
+        self._begin("save_state()")
         with self.without_moments(), gathered_once(self._engines):
             found = super().save_state(output_dir, *args, **kwargs)
         for index, engine in enumerate(self._engines):
@@ -406,6 +419,7 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """Load what :meth:`save_state` saved, at any stage and number of ranks. All ranks call."""
+        self._begin("load_state()")
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folder = Path(self.project_dir) / "checkpoints"
             input_dir = str(max(folder.glob("checkpoint_*"), key=lambda x: int(x.name[11:])))

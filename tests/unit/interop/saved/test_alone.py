@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.distributed import processes
 from zfun.collectives import Group, Workers
+from zfun.errors import CollectiveMismatch
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402, needs accelerate
@@ -135,3 +136,46 @@ def test_hooks_of_states_read_a_model_on_one_rank(
     found = workers.run(hooked, stage, read, str(tmp_path))
     for ours, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+CALLS: dict[str, Callable[[Any, Any, str], Any]] = {
+    "save_state": lambda accelerator, _, folder: accelerator.save_state(folder),
+    "load_state": lambda accelerator, _, folder: accelerator.load_state(folder),
+    "save_model": lambda accelerator, model, folder: accelerator.save_model(model, folder),
+    "a read": lambda accelerator, model, _: accelerator.unwrap_model(model).state_dict(),
+}
+
+
+def main_alone(group: Group, zero: int, call: str, folder: str) -> None:
+    """Call on the main process alone, as scripts under DDP do, beside a call of the other."""
+    loop = Loop(group, zero)
+    accelerator = loop.accelerator
+    loop.train(1)
+    if accelerator.is_main_process:
+        CALLS[call](accelerator, loop.first, folder)
+    accelerator.wait_for_everyone()
+
+
+ALONE = [
+    (0, "save_state", r"save_state\(\)"),
+    (2, "save_state", r"save_state\(\)"),
+    (3, "save_state", r"save_state\(\)"),
+    (3, "load_state", r"load_state\(\)"),
+    (3, "save_model", r"get_state_dict\(\) or save_model\(\)"),
+    (3, "a read", "unshard"),
+]
+
+
+@pytest.mark.parametrize(("stage", "call", "words"), ALONE)
+def test_a_call_of_one_rank_is_named_and_no_rank_waits(
+    stage: int, call: str, words: str, tmp_path: Path
+) -> None:
+    other = (
+        r"wait_for_everyone\(\) of an Accelerator, which all ranks call: take it out of any .if."
+    )
+    with processes(2, timeout_s=100.0, collective_timeout_s=90.0) as workers:
+        outcomes = workers.outcomes(main_alone, stage, call, str(tmp_path))
+    for outcome in outcomes:
+        with pytest.raises(CollectiveMismatch, match=words) as caught:
+            raise outcome  # pyrefly: ignore[bad-raise]
+        caught.match(other)
