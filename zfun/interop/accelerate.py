@@ -140,6 +140,8 @@ class Accelerator(accelerate.Accelerator):
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
             plugin.backend, self.native_amp = backend, had_amp
+        if self.num_processes > 1 and not (evaluation_mode or hasattr(model, "module")):
+            vars(model)["module"] = model  # as DDP has it; no part of the model
         if not evaluation_mode:
             self._waiting.append(model)
             self._pair()

@@ -1,4 +1,4 @@
-"""Calls of ``accelerate`` in which one rank is alone, on two processes beside plain accelerate."""
+"""``accelerate`` on two processes beside plain accelerate, also calls of one rank alone."""
 
 from __future__ import annotations
 
@@ -136,6 +136,31 @@ def test_hooks_of_states_read_a_model_on_one_rank(
     found = workers.run(hooked, stage, read, str(tmp_path))
     for ours, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+def inside(group: Group, zero: int | None) -> Any:
+    """Train, and use the model that DDP wraps."""
+    loop = Loop(group, zero)
+    loop.train(2)
+    model = loop.models[0]
+    module = model.module if hasattr(model, "module") else model
+    own, keys = loop.accelerator.unwrap_model(model), [*module.state_dict()]
+    parts = [name for name, _ in module.named_modules()]
+    assert own is module
+    assert own is loop.first
+    copied = copy.deepcopy(model).module
+    loop.train(1)
+    values = [x.detach().clone() for x in copied.parameters()]
+    return keys, parts, output(None, module), values, loop.values()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_prepared_model_has_module_as_under_ddp(stage: int, workers: Workers) -> None:
+    expected, found = (workers.run(inside, zero) for zero in (None, stage))
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours[:2] == plain[:2]
+    # The other rank has statistics of its own under DDP.
+    torch.testing.assert_close(found[0][2:], expected[0][2:], rtol=1e-4, atol=1e-6)
 
 
 CALLS: dict[str, Callable[[Any, Any, str], Any]] = {
