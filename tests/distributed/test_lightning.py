@@ -41,6 +41,7 @@ FABRIC_LOOPS = [
     "gradients",
     "clips",
     "a_lightning_module",
+    "copies",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import zfun.interop.lightning  # noqa: F401, registers the strategies
 from tests.interop.lightnings import as_rank
@@ -291,6 +293,50 @@ def a_lightning_module(fabric: Fabric) -> Any:
     return of(fabric, model)
 
 
+def phase(fabric: Fabric, model: Any, *optimizers: Any) -> list[Tensor]:
+    found = []
+    for batch in rows(fabric, 3):
+        loss = model(batch).square().mean()
+        fabric.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        for part in [*optimizers, *([model] if isinstance(model, nn.Module) else [])]:
+            part.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+def adam_of(*parts: nn.Module) -> Any:
+    return torch.optim.Adam([p for part in parts for p in part.parameters()], 0.02, eps=1e-3)
+
+
+def copies(fabric: Fabric) -> Any:
+    """Copies of what Fabric returns: a target network, an average, and a copy that trains."""
+    model = net()
+    wrapped, optimizer = fabric.setup(model, adam_of(model))
+    found = phase(fabric, wrapped, optimizer)
+    target, average = copy.deepcopy(wrapped).eval(), AveragedModel(wrapped)
+    for batch in rows(fabric, 3):
+        with torch.no_grad():
+            wanted = target(batch).tanh()
+        fabric.backward((wrapped(batch) - wanted).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(wrapped)
+        with torch.no_grad():
+            for kept, new in zip(target.parameters(), wrapped.parameters(), strict=True):
+                kept.lerp_(new.detach(), 0.5)
+        found += [wanted]
+    own = torch.optim.SGD(target.parameters(), 0.1)
+    # The same on all ranks, because a copy of DDP sums over the ranks too.
+    target(torch.ones(4, 3, dtype=torch.float64)).square().mean().backward()
+    own.step()
+    with torch.no_grad():
+        found.append(average(rows(fabric, 1)[0]))
+    found += phase(fabric, wrapped, optimizer)
+    return found, [*target.module.state_dict().values()], of(fabric, model)
+
+
 LOOPS: dict[str, Callable[[Fabric], Any]] = {
     loop.__name__: loop
     for loop in (
@@ -305,6 +351,7 @@ LOOPS: dict[str, Callable[[Fabric], Any]] = {
         unfreezing,
         zeroes,
         a_lightning_module,
+        copies,
     )
 }
 

@@ -94,6 +94,10 @@ class ZfunFabricStrategy(DDPStrategy):
             )
         return recipe
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZfunFabricStrategy:
+        """Be the strategy of a copied model too, whose calls are plain ones."""
+        return self
+
     # Models and optimizers become engines.
 
     def module_to_device(self, module: nn.Module) -> None:
