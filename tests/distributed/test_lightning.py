@@ -41,6 +41,8 @@ FABRIC_LOOPS = [
     "gradients",
     "clips",
     "a_lightning_module",
+    "later_optimizers",
+    "set_up_again",
     "copies",
 ]
 

@@ -310,6 +310,33 @@ def adam_of(*parts: nn.Module) -> Any:
     return torch.optim.Adam([p for part in parts for p in part.parameters()], 0.02, eps=1e-3)
 
 
+def later_optimizers(fabric: Fabric) -> Any:
+    """Later phases have other optimizers, beside one with its moments, or in its place."""
+    model, second = net(), net()[3]
+    wrapped, first = fabric.setup(model, adam_of(model[0], model[1]))
+    found = phase(fabric, wrapped, first)
+    head: Any = fabric.setup_optimizers(adam_of(model[3]))
+    found += phase(fabric, wrapped, first, head)
+    states = first.state_dict(), head.state_dict()
+    whole: Any = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    found += phase(fabric, wrapped, whole)
+    tail, last = fabric.setup(second, adam_of(second))
+    both = lambda x: tail(wrapped(x).expand(-1, 4))
+    found += phase(fabric, both, whole, last)
+    shared: Any = fabric.setup_optimizers(adam_of(model, second))
+    found += phase(fabric, both, shared)
+    return found, states, shared.state_dict(), of(fabric, model, second)
+
+
+def set_up_again(fabric: Fabric) -> Any:
+    """A model is set up with an optimizer, and its module later with another one."""
+    model = net()
+    wrapped, optimizer = fabric.setup(model, adam_of(model))
+    found = phase(fabric, wrapped, optimizer)
+    again, other = fabric.setup(wrapped.module, torch.optim.SGD(model.parameters(), 0.1))
+    return found + phase(fabric, again, other), of(fabric, model)
+
+
 def copies(fabric: Fabric) -> Any:
     """Copies of what Fabric returns: a target network, an average, and a copy that trains."""
     model = net()
@@ -351,6 +378,8 @@ LOOPS: dict[str, Callable[[Fabric], Any]] = {
         unfreezing,
         zeroes,
         a_lightning_module,
+        later_optimizers,
+        set_up_again,
         copies,
     )
 }

@@ -328,6 +328,16 @@ def clip_together(engines: Sequence[StepEngine], max_norm: float) -> Tensor:
     return norm
 
 
+def check_last(engine: Engine) -> None:
+    """Refuse a step of an engine whose parameters another one has."""
+    live = live_of(engine.module)
+    if live is None or live.owner is not engine:
+        raise OptionError(
+            "a parameter has one optimizer, the last one that prepare() or setup() got; got a step "
+            "of another one; step the last one, or give each parameters of its own"
+        )
+
+
 def attach(
     optimizer: Any, engine: Engine, groups: ParamGroups, has_moments: Callable[[], bool]
 ) -> None:
@@ -338,12 +348,7 @@ def attach(
     inner, joined = optimizer.optimizer, dict(vars(optimizer.optimizer))
 
     def step(closure: Any = None) -> Any:
-        live = live_of(engine.module)
-        if live is None or live.owner is not engine:
-            raise OptionError(
-                "a parameter has one optimizer, the last one that prepare() got; got a step of "
-                "another one; step the last one, or give each parameters of its own"
-            )
+        check_last(engine)
         loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         # torch's GradScaler lets fused optimizers skip by themselves, and nobody hears of it.

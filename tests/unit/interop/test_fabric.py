@@ -162,8 +162,11 @@ def set_up(*optimizers: Callable[[nn.Module], Any]) -> None:
         fabric.setup_optimizers(make(model))
 
 
-def sgd_of(name: str) -> Callable[[nn.Module], Any]:
-    return lambda model: torch.optim.SGD([getattr(model, name)], 0.1)
+def earlier() -> None:
+    fabric, model, optimizer = made()
+    fabric.setup_optimizers(torch.optim.SGD([model.weight], 0.1))
+    fabric.backward(model(torch.ones(2, 3)).mean())
+    optimizer.step()
 
 
 def clipped(**options: Any) -> None:
@@ -199,9 +202,9 @@ def late() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gradients that stay": (two_steps, r"got another step after it without zero_grad"),
-    "a second optimizer": (
-        lambda: set_up(sgd_of("weight"), sgd_of("bias")),
-        r"got SGD of another one; pass a model with its optimizers to fabric.setup\(model",
+    "a step of an earlier optimizer": (
+        earlier,
+        "got a step of another one; step the last one, or give each parameters of its own",
     ),
     "an optimizer of no model": (
         lambda: set_up(lambda _: torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)),

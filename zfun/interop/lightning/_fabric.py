@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zfun import optim
 from zfun.collectives import process_group
 from zfun.errors import OptionError
-from zfun.interop._attached import StepEngine, engines_of
+from zfun.interop._attached import StepEngine, check_last, engines_of, ids_in, layers_of
 from zfun.interop._configured import zero_options
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED
@@ -115,32 +115,37 @@ class ZfunFabricStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Make a model live, with an engine for each optimizer."""
-        self._make(module, optimizers)
+        self._make([module], optimizers)
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make a model live, for an evaluation or an optimizer that is set up later."""
-        self._make(module, [])
+        self._make([module], [])
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Train the models of an optimizer, which were set up before."""
-        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        found = [x for x in self.engines if ids.intersection(map(id, x.module.parameters()))]
-        if not found or any(x.is_trained for x in found):
+        ids, known = ids_in(optimizer), [x for engine in self.engines for x in engine.models]
+        models = [x for x in known if ids.intersection(map(id, x.parameters()))]
+        if not models:
             raise OptionError(
-                "an optimizer is set up after its models, and a model has one such optimizer; got "
-                f"{type(optimizer).__name__} of {'another one' if found else 'no model'}; pass "
-                "a model with its optimizers to fabric.setup(model, optimizer, ...)"
+                "an optimizer is set up after its models; got "
+                f"{type(optimizer).__name__} of no model; pass a model with its optimizers to "
+                "fabric.setup(model, optimizer, ...)"
             )
-        for engine in found:
-            engine.close()
-            self.engines.remove(engine)
-        models = [engine.module for engine in found]
-        self._make(models[0] if len(models) == 1 else nn.ModuleList(models), [optimizer])
+        self._make(models, [optimizer])
         return optimizer
 
-    def _make(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def _make(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Make engines of models, which keep those other optimizers that share no parameters."""
+        ids, kept = set[int]().union(*map(ids_in, optimizers)), list[Any]()
+        for engine in [x for x in self.engines if layers_of(x.models) & layers_of(models)]:
+            models, other = [*models, *engine.models], engine.torch_optimizer
+            is_kept = other is not None and not ids & ids_in(other)
+            kept += [other] if is_kept else []
+            self._take_apart(engine, is_kept=is_kept or any(other is x for x in optimizers))
+        models, optimizers = [*{id(x): x for x in models}.values()], [*kept, *optimizers]
+        module = models[0] if len(models) == 1 else nn.ModuleList(models)
         if not _runs.is_on_meta(module):
             _runs.take_values_of_rank_0(module, self.world_size)
         self.precision.device = self.root_device
@@ -154,9 +159,21 @@ class ZfunFabricStrategy(DDPStrategy):
         else:
             engines = [FabricEngine(module, optim.sgd(0.0), **options)]
         self.engines += engines
+        for engine in engines:
+            engine.models = models
         for one, engine in zip(groups, engines, strict=False):
-            engine.is_trained = True
             attach(one.optimizer, engine)
+
+    def _take_apart(self, engine: FabricEngine, *, is_kept: bool) -> None:
+        """Close an engine, whose optimizer another engine takes with its moments if it is kept."""
+        optimizer = engine.torch_optimizer
+        moments = optimizer.state_dict() if is_kept and engine.state.step else None
+        engine.close()
+        self.engines.remove(engine)
+        if is_kept:
+            detach(optimizer)
+        if moments is not None:
+            optimizer.load_state_dict(moments)
 
     # A step.
 
@@ -236,7 +253,7 @@ class Scaled(Dtypes):
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward for one engine, that of the model if there are several."""
-        found = [x for x in self.engines if x.is_trained]
+        found = [x for x in self.engines if x.torch_optimizer is not None]
         if model is not None:
             found = [x for x in found if model in x.module.modules()]
         if len(found) != 1:
@@ -249,9 +266,15 @@ class Scaled(Dtypes):
 
 
 class FabricEngine(StepEngine):
-    """An engine of Fabric."""
+    """An engine of Fabric.
 
-    is_trained = False
+    Attributes:
+        models: those that Fabric has set up, of which the engine has parameters.
+        torch_optimizer: whose steps are those of the engine, if there is one.
+    """
+
+    models: Sequence[nn.Module] = ()
+    torch_optimizer: Any = None
     # Fabric compiles models as a whole; blocks are compiled inside of the call.
     run = torch.compiler.disable(StepEngine.run)
 
@@ -263,6 +286,7 @@ class _Stepped:
 
     def step(self, closure: Any = None) -> Any:
         """Step the engine."""
+        check_last(self.zfun_engine)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.zfun_engine.step(boundary=True)
@@ -282,4 +306,10 @@ def attach(optimizer: Any, engine: FabricEngine) -> None:
     optimizer.__dict__.pop("step", None)
     optimizer.torch_class = cls
     optimizer.__class__ = type(cls.__name__, (_Stepped, cls), {})
-    optimizer.zfun_engine = engine
+    optimizer.zfun_engine, engine.torch_optimizer = engine, optimizer
+
+
+def detach(optimizer: Any) -> None:
+    """Let the steps of an optimizer be its own again."""
+    optimizer.__class__ = optimizer.torch_class
+    del optimizer.torch_class, optimizer.zfun_engine
