@@ -16,6 +16,7 @@ from tests.distributed import processes
 from tests.distributed.test_deepspeed_scripts import PROGRAMS
 from tests.distributed.test_deepspeed_scripts import run as started
 from zfun.collectives import Group, Workers
+from zfun.errors import CollectiveMismatch
 from zfun.testing import assert_same_bits
 
 pytest.importorskip("lightning")
@@ -198,6 +199,19 @@ def test_a_loop_of_fabric_is_that_of_ddp(name: str, workers: Workers) -> None:
     for stage in (1, 2, 3):
         found = workers.run(run, f"zfun_stage_{stage}", name)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_save_of_fabric_on_one_rank_is_named(stage: int, tmp_path: Path) -> None:
+    from tests.interop import fabrics
+
+    path = str(tmp_path / "a.ckpt")
+    with processes(2, timeout_s=100.0, collective_timeout_s=90.0) as own:
+        outcomes = own.outcomes(fabrics.save_alone, f"zfun_stage_{stage}", path)
+    for outcome in outcomes:
+        with pytest.raises(CollectiveMismatch, match=r"save\(\) of Fabric, which all") as caught:
+            raise outcome  # pyrefly: ignore[bad-raise]
+        caught.match(r"barrier\(\) of Fabric, which all ranks call")
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -385,6 +385,17 @@ LOOPS: dict[str, Callable[[Fabric], Any]] = {
 }
 
 
+def save_alone(group: Group, strategy: Any, path: str) -> None:
+    """Save on the main process alone, while the other waits."""
+    as_rank(group)
+    fabric, model = fabric_of(strategy, group.size), net()
+    wrapped, optimizer = fabric.setup(model, adam_of(model))
+    phase(fabric, wrapped, optimizer)
+    if fabric.is_global_zero:
+        fabric.save(path, {"model": wrapped})
+    fabric.barrier()
+
+
 def run(group: Group, strategy: Any, name: str) -> Any:
     as_rank(group)
     return LOOPS[name](fabric_of(strategy, group.size))

@@ -21,6 +21,7 @@ from zfun.collectives import process_group
 from zfun.errors import OptionError
 from zfun.interop._attached import StepEngine, check_last, engines_of, ids_in, layers_of
 from zfun.interop._configured import zero_options
+from zfun.interop._together import begin
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED
 from zfun.interop.engine._running import run_backward
@@ -209,7 +210,21 @@ class ZfunFabricStrategy(DDPStrategy):
         self.precision.unscale_gradients(optimizer)
         optimizer.zfun_engine.clip_value(clip_val)  # pyrefly: ignore[missing-attribute]
 
-    # Checkpoints.
+    # Calls of all ranks.
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; a rank that is elsewhere is an error."""
+        self._begin("barrier()")
+        super().barrier(*args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save a file as plain Fabric does. All ranks call."""
+        self._begin("save()")
+        super().save_checkpoint(*args, **kwargs)
+
+    def _begin(self, name: str) -> None:
+        if self.engines:
+            begin(f"{name} of Fabric", self.engines[0].state.params.group)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole values, with those of master weights. All ranks call."""
