@@ -220,3 +220,77 @@ def test_defaults_are_those_of_the_class_that_deepspeed_takes(device: str) -> No
         assert found["weight_decay"] == 0
     found = options("Adagrad")
     assert (found["lr"], found["eps"], found["weight_decay"]) == (1e-2, 1e-10, 0)
+
+
+@pytest.mark.shows(
+    "Muon with `gradient_clipping`",
+    "different",
+    "gradients are clipped at each stage, and then orthogonalised; DeepSpeed's stages 1 and 2 clip "
+    "what it steps by",
+)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_clip_does_not_shorten_the_steps_of_muon(stage: int) -> None:
+    """An orthogonalised gradient has one length, whatever the clip."""
+
+    def change(clip: float) -> dict[str, torch.Tensor]:
+        section = {"type": "Muon", "params": {"lr": 0.02}}
+        engine = engine_of(section, {}, stage=stage, gradient_clipping=clip)
+        before = weights(engine)
+        step(engine, 0)
+        norm = engine.get_global_grad_norm()
+        assert norm > 10 * 0.01
+        return {name: x - before[name] for name, x in weights(engine).items()}
+
+    clipped, whole = change(0.01), change(0.0)
+    for name, x in whole.items():
+        torch.testing.assert_close(clipped[name], x, rtol=0.02, atol=1e-5)
+        assert x.norm() > 0.01
+
+
+@pytest.mark.shows(
+    "Lion where gradient and momentum are exactly 0",
+    "different",
+    "stays, because the sign of 0 is 0; DeepSpeed's kernels move it by the rate",
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_lion_leaves_elements_without_a_gradient(stage: int) -> None:
+    model = nn.Linear(4, 2, bias=False)
+    config = {
+        **SIZES,
+        "optimizer": {"type": "Lion", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    before = weights(engine)["weight"]
+    engine.backward(engine(torch.tensor([[1.0, 1.0, 0.0, 0.0]])).sum())
+    engine.step()
+    change = weights(engine)["weight"] - before
+    expected = torch.tensor([[-0.5, -0.5, 0.0, 0.0]] * 2)
+    torch.testing.assert_close(change, expected)
+
+
+@pytest.mark.shows(
+    "an optimizer with some of the trained parameters, and `gradient_clipping`",
+    "different",
+    "the norm over the optimizer's own at each stage; DeepSpeed's stage 0 in float32 has that of "
+    "the module",
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_norm_is_that_of_the_parameters_of_the_optimizer(stage: int) -> None:
+    plain, model = net(), net()
+    own = [param for name, param in model.named_parameters() if name.startswith("body")]
+    engine = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(own, lr=1.0),
+        config={**SIZES, "gradient_clipping": 0.1, "zero_optimization": {"stage": stage}},
+    )[0]
+    before = weights(engine)
+    step(engine, 0)
+    plain(x_of(0)).square().mean().backward()
+    known = [param for name, param in plain.named_parameters() if name.startswith("body")]
+    norm = nn.utils.clip_grad_norm_(known, 0.1)
+    torch.testing.assert_close(float(engine.get_global_grad_norm()), float(norm))
+    after = weights(engine)
+    for name, param in plain.named_parameters():
+        own_change = param.grad if name.startswith("body") else torch.zeros_like(param)
+        torch.testing.assert_close(before[name] - after[name], own_change, **CLOSE)
