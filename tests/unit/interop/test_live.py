@@ -461,7 +461,7 @@ def test_many_reads_are_watched_a_part_at_a_time() -> None:
 
 
 @pytest.mark.shows(
-    "a parameter of stage 3 that one rank reads, or a call writes",
+    "a parameter of stage 3 that one rank reads, or a trained one that a call writes",
     "refused",
     "by the name of the parameter",
 )

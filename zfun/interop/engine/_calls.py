@@ -11,9 +11,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zfun.collectives import Group
 from zfun.evaluation import evaluate
+from zfun.flat import Flat
 from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._values import EngineBuffers
 from zfun.recipes import Precision, Zero, ZeroState
@@ -64,22 +66,43 @@ class Calls:
         return self._uneven is not None
 
     def record(
-        self, recipe: Zero, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        recipe: Zero,
+        state: ZeroState,
+        call: tuple[Callable[..., Any], Any, Any],
+        take: Callable[[Flat], None],
+        check: Callable[[Tape], None],
     ) -> tuple[Any, Tape]:
-        """Run a function in training; return the result and the tape."""
+        """Run a function in training; return the result and the tape.
+
+        Args:
+            recipe: of the engine.
+            state: of the engine.
+            call: the function and its arguments.
+            take: a method of the engine, called with the gradients of each backward pass.
+            check: one that is called before the pass.
+        """
         self._buffers.look(trains=True)
-        key = _key_of(fn)
+        key = _key_of(call[0])
         within = self._functions.pop(key, None) or self._function()
         self._functions[key] = within
         for old in list(self._functions)[:-_MAX_FUNCTIONS]:
             del self._functions[old]
-        out, tape = recipe.record(within, state, (fn, args, kwargs))
+        out, tape = recipe.record(within, state, call)
+        tape.deliver, tape.check = _while_alive(take), _while_alive(check)
+        tape.shown = self._shown(state)
         tape.mark_late(self._live.read_without_gradient)
         tape.hooked, hook = self._live.hooked, weakref.WeakMethod(self._live.hook)
         tape.hook = lambda name, grad: grad if (run := hook()) is None else run(name, grad)
         if self._is_sharded or self._live.read_without_gradient:
             self._live.remember(tape)
         return out, tape
+
+    def _shown(self, state: ZeroState) -> dict[str, Tensor]:
+        """Return the frozen leaves of the last call that are the memory of the state."""
+        slots = () if state.frozen is None else state.frozen.layout.leaves
+        found = ((slot, self._live.lent.get(slot.path)) for slot in slots)
+        return {slot.path: x for slot, x in found if type(x) is Tensor and x.dtype == slot.dtype}
 
     def evaluate(
         self,
@@ -125,12 +148,16 @@ class Calls:
         def within(params: Any, call: Any) -> Any:
             live, (fn, args, kwargs) = live_of(), call
             assert live is not None, "a call has its module"
-            # The check reads all values, so later calls are checked seldom.
-            checks = next(turns).bit_count() == 1
-            with live.lending(params, keeps=torch.is_grad_enabled(), checks=checks):
+            with live.lending(params, keeps=torch.is_grad_enabled(), turn=next(turns)):
                 return fn(*args, **kwargs)
 
         return within
+
+
+def _while_alive(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that calls a method, and does nothing when the object is gone."""
+    ref = weakref.WeakMethod(method)
+    return lambda value: None if (run := ref()) is None else run(value)
 
 
 def _run(params: Any, call: Any) -> Any:

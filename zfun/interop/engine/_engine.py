@@ -233,13 +233,13 @@ class Engine(Passes):
             return fn(*args, **kwargs)
         self._check_here("a call", "parameters")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return self._calls.evaluate(self._state, at_hand(self), fn, args, kwargs)
-        self.prepare()
-        out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
-        take, check = weakref.WeakMethod(self._take), weakref.WeakMethod(self._check_pass)
-        tape.deliver = lambda grads: None if (method := take()) is None else method(grads)
-        tape.check = lambda tape: None if (method := check()) is None else method(tape)
-        self._tapes = [ref for ref in self._tapes if ref() is not None] + [weakref.ref(tape)]
+            out = self._calls.evaluate(self._state, at_hand(self), fn, args, kwargs)
+        else:
+            self.prepare()
+            methods = self._take, self._check_pass
+            out, tape = self._calls.record(self.recipe, self._state, (fn, args, kwargs), *methods)
+            self._tapes = [*map(weakref.ref, self._open_tapes()), weakref.ref(tape)]
+        self._live.settle()
         return out
 
     @contextlib.contextmanager

@@ -254,18 +254,19 @@ class HeldModule:
         else:
             self._show()
 
-    def write(self, name: str, value: Tensor) -> None:
-        """Take a whole value of a leaf from rank 0; every rank must call."""
+    def takes_in_call(self, name: str) -> bool:
+        """Whether a call may write a leaf: all ranks call, and no optimizer has it."""
+        return not self._calls.is_uneven and name not in self._state.params.layout.paths
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole values of leaves from rank 0; every rank must call."""
         self._check_writable("a write")
         self._live.check_read()
-        sent, what = value.detach().contiguous(), f"a write of {name}"
-        value = broadcast(sent, sum_group(self._group), 0, name=what)
-        values = at_hand(self)
-        self._state = with_leaves(self._state, {name: value})
-        if values:
-            values[name].copy_(value)
-            self._whole = Gathered(self._state.params, values)
-        self._written |= {name}
+        sent = {name: x.detach().contiguous() for name, x in values.items()}
+        values = broadcast(sent, sum_group(self._group), 0, name=f"a write of {min(sent)}")
+        held, self._state = at_hand(self), with_leaves(self._state, values)
+        self._whole = Gathered(self._state.params, held | values) if held else None
+        self._written |= values.keys()
         self._show()
 
     @contextlib.contextmanager

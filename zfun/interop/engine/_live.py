@@ -32,7 +32,7 @@ from zfun.errors import OptionError, PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter, attributes_of
 from zfun.interop.engine._reads import IS_PARAM, LiveParameters, check_code, gathered_outside
-from zfun.interop.engine._watched import WatchedValues, checksum, refuse_old
+from zfun.interop.engine._watched import CallSums, WatchedValues, call_write, lost_write, refuse_old
 from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, is_closed, tensor_of
 
@@ -90,9 +90,13 @@ class LiveModule:
             check_code(module)
         # The tensors of the call that runs, by name.
         self.bound: Mapping[str, Any] | None = None
+        # Values that the call has written, by name, and whether it may write.
+        self._written, self._may_write = dict[str, Tensor](), False
         self.runs = False  # whether the forward of a part runs
         # Those of the call whose blocks backward runs again: the last one, or that of a pass.
         self.kept: Mapping[str, Any] | None = None
+        # Those of the last call with a graph, without what the call has written.
+        self.lent: Mapping[str, Any] = {}
         self._calls: Any = weakref.WeakKeyDictionary()
         # The names that a call has read with gradients off.
         self.read_without_gradient: set[str] = set()
@@ -114,7 +118,7 @@ class LiveModule:
         # The names of strays with an old value.
         self._stale: set[str] = set()
         # In a call that is checked for writes, what it has read, by name.
-        self._sums: dict[str, int] | None = None
+        self._sums: CallSums | None = None
         for part in module.modules():
             if part._parameters or part is module:  # Models share parts without parameters.
                 part.__dict__["_parameters"] = LiveParameters(part._parameters, self)
@@ -161,25 +165,31 @@ class LiveModule:
                         setattr(part, name, entry.own)
 
     @contextlib.contextmanager
-    def lending(
-        self, tensors: Mapping[str, Any], *, keeps: bool, checks: bool = False
-    ) -> Iterator[None]:
+    def lending(self, tensors: Mapping[str, Any], *, keeps: bool, turn: int = 0) -> Iterator[None]:
         """Let the module read these tensors, which backward may read later if it ``keeps`` them.
 
-        If it ``checks``, a read refuses what the call has written before.
+        ``turn`` counts the calls of a function; they may write frozen leaves until :meth:`settle`.
         """
-        before, self.bound = self.bound, tensors
-        self._sums = {} if checks else None
+        before = self.bound, self._may_write
+        self.bound, self._may_write = tensors, turn > 0
+        if turn:
+            self._written.clear()
+        # Whether a read refuses what the call has written around the parameter. The check reads
+        # all values, so later calls are checked seldom.
+        self._sums = CallSums() if turn.bit_count() == 1 else None
         quiet = self._quiet
         self.read_without_gradient = set()
         with torch._C.DisableTorchFunctionSubclass():
             self._quiet = {name for name, x in self._params.items() if not x.requires_grad}
         try:
             yield
+            if self._sums is not None:
+                self._sums.check()
         finally:
-            self.bound, self._sums = before, None
+            now, self._sums = self.bound, None
+            self.bound, self._may_write = before
             if keeps:
-                self.kept = tensors
+                self.kept, self.lent = now, tensors
             else:
                 # Blocks that backward runs again belong to the call before.
                 self._quiet = quiet
@@ -206,9 +216,7 @@ class LiveModule:
     def read(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of a call, with the attributes that code has set on the parameter."""
         if self._sums is not None and not ops.is_abstract(value):
-            total = checksum(value)
-            if self._sums.setdefault(name, total) != total:
-                raise _written_in_call(name)
+            self._sums.add(name, value)
         if value.requires_grad:
             if name in self._quiet:
                 value = value.detach()
@@ -262,7 +270,7 @@ class LiveModule:
 
     def end(self) -> None:
         """End a step: values that were gathered outside of calls are old from now on."""
-        self.kept = None
+        self.kept, self.lent = None, dict[str, Any]()
         self._calls.clear()
         # A loss that the script still holds keeps them, and may not be differentiated again.
         for name, x in self.strays.items():
@@ -271,8 +279,6 @@ class LiveModule:
 
     def write(self, name: str, value: Tensor) -> None:
         """Take a whole value of rank 0; every rank must call."""
-        if self.bound is not None:
-            raise _written_in_call(name)
         own, new = self._params[name], (value.shape, value.dtype, value.device)
         with torch._C.DisableTorchFunctionSubclass():
             old = own.shape, own.dtype, own.device
@@ -282,7 +288,22 @@ class LiveModule:
                 f"got {new}; cast or move the module before you make the engine",
                 leaf=name,
             )
-        self._values().write(name, value)
+        runs_again = self.kept is not None and torch._C._current_graph_task_id() != -1
+        if self.bound is None and not runs_again:
+            self._values().write({name: value})
+            return
+        if self.bound is None or not (self._may_write and self._values().takes_in_call(name)):
+            raise call_write(name)
+        self._written[name] = value.detach()
+        self.bound = {**self.bound, **self._written}
+        if self._sums is not None:
+            self._sums.drop(name)
+
+    def settle(self) -> None:
+        """Give the state what the call has written; every rank must call."""
+        if self._written:
+            self._values().write(self._written)
+            self._written.clear()
 
     @property
     def is_special(self) -> bool:
@@ -351,19 +372,16 @@ class LiveModule:
                 is_other = name in self._params and type(param) is not LiveParameter
                 is_written = param._version != version or is_other
             if is_written:
-                raise _written(name)
+                raise lost_write(name)
         self.check_read()
 
     def check_read(self) -> None:
         """Refuse a write to a value that was read outside of calls."""
-        if name := self._watched.check():
-            raise _written(name)
+        self._watched.check()
 
     def watch(self, name: str, value: Tensor, *, is_kept: bool = True) -> None:
         """Notice later writes to a value that was read outside of calls, or to a view of it."""
-        is_own = self.is_hidden(name)
-        if written := self._watched.add(name, value, is_own=is_own, is_kept=is_kept):
-            raise _written(written)
+        self._watched.add(name, value, is_own=self.is_hidden(name), is_kept=is_kept)
 
     def alias(self, name: str, data: Tensor) -> None:
         """Know a ``.data`` that a parameter has given out."""
@@ -380,21 +398,3 @@ class LiveModule:
 
     def _values(self) -> Any:
         return alive(self._owner, "the value of a sharded parameter")
-
-
-def _written_in_call(name: str) -> PlacementError:
-    return PlacementError(
-        "a call reads parameters, and does not write them; got an operation in place on leaf "
-        f"{name!r}; write between the steps",
-        leaf=name,
-    )
-
-
-def _written(name: str) -> PlacementError:
-    return PlacementError(
-        "a parameter of an engine is written by an operation in place on the parameter or its "
-        f".data, between the steps; got a write to leaf {name!r} through a view or detach(), an "
-        "array of numpy, set_() or swap_tensors(), which would be lost; write to the parameter "
-        "under torch.no_grad()",
-        leaf=name,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
 from zfun.interop.engine._running import run_backward, run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
-from zfun.interop.engine._watched import refuse_stale_backward
+from zfun.interop.engine._watched import stale_check
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
@@ -109,13 +108,15 @@ class Passes(HeldModule):
                 "that depends on none of them; call backward() of the engine that made the outputs"
             )
 
-    def write(self, name: str, value: Tensor) -> None:
-        """Take a whole value of a leaf from rank 0; every rank must call."""
-        super().write(name, value)
-        if self._is_sharded:
-            # Backward may gather the new value, or have the old one.
-            for tape in self._open_tapes():
-                tape.check = functools.partial(refuse_stale_backward, name)
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole values of leaves from rank 0; every rank must call."""
+        super().write(values)
+        trained = values.keys() & set(self._state.params.layout.paths)
+        for tape in self._open_tapes():
+            tape.outdate(values.keys() - trained)
+            if trained and self._is_sharded:
+                # Backward may gather the new value, or have the old one.
+                tape.check = stale_check(min(trained))
 
     def _count(self, total: Tensor, weight: Any, scale: float) -> None:
         self._sum.count(total, weight, scale)
@@ -150,8 +151,7 @@ class Passes(HeldModule):
         """Add the gradients of a backward pass."""
         running = running_engine()
         if running is None or running is self:
-            own = scale_grads(grads, self.plain_scale) if running is None else grads
-            self._sum.add(own)
+            self._sum.add(scale_grads(grads, self.plain_scale) if running is None else grads)
 
     def _settle(self) -> None:
         """End backward passes that autograd has ended."""

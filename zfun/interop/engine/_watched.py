@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from zfun import ops
 from zfun.errors import PlacementError
 from zfun.transforms import Tape
+from zfun.transforms.call._written import outdated
 
 # As many values are watched at a time.
 _MAX_WATCHED = 4096
@@ -26,8 +30,8 @@ class WatchedValues:
         self._held: list[_Seen] = []
         self._max_held = 1
 
-    def add(self, name: str, value: Tensor, *, is_own: bool, is_kept: bool) -> str | None:
-        """Watch a value, and return the name of a leaf that was written if there are too many.
+    def add(self, name: str, value: Tensor, *, is_own: bool, is_kept: bool) -> None:
+        """Watch a value; check the others if there are too many.
 
         ``is_own`` says that the memory is not the state's, and ``is_kept`` that code gets the
         value, and may pass the memory on.
@@ -39,7 +43,8 @@ class WatchedValues:
                 self._held = [x for x in self._held if x.is_held()]
                 self._max_held = 2 * len(self._held) + 1
             self._held.append(seen)
-        return self.check() if len(self._seen) >= _MAX_WATCHED else None
+        if len(self._seen) >= _MAX_WATCHED:
+            self.check()
 
     def drop(self, value: object) -> None:
         """Let code write a value, because it gives the value back."""
@@ -52,11 +57,38 @@ class WatchedValues:
             if not x.is_own:
                 x.memory = None
 
-    def check(self) -> str | None:
-        """Return the name of a leaf of which a value or a view was written, and forget all."""
+    def check(self) -> None:
+        """Refuse a write to a value or to a view of one, and forget all."""
         seen, self._seen = self._seen, list[_Seen]()
         self._held.clear()
-        return next((x.name for x in seen if x.is_written()), None)
+        for x in seen:
+            if x.is_written():
+                raise lost_write(x.name)
+
+
+class CallSums:
+    """Checksums of the values that a call has read, and must not write."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, weakref.ref[Tensor]]] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Know a value, or refuse another one than the first."""
+        total = checksum(value)
+        if self._seen.setdefault(name, (total, weakref.ref(value)))[0] != total:
+            raise call_write(name)
+
+    def drop(self, name: str) -> None:
+        """Forget a parameter, which has a new value."""
+        self._seen.pop(name, None)
+
+    def check(self) -> None:
+        """Refuse what the call has written after the last read, in values that are there."""
+        for name, (total, ref) in self._seen.items():
+            value = ref()
+            is_released = value is None or not value.numel()
+            if not is_released and checksum(value) != total:
+                raise call_write(name)
 
 
 class _Seen:
@@ -114,14 +146,14 @@ def checksum(value: Tensor) -> int:
     return int(total)
 
 
-def refuse_stale_backward(name: str, tape: Tape) -> None:
-    """Refuse a backward pass through a parameter that has another value now."""
-    del tape
-    raise PlacementError(
-        "backward uses the parameters of the forward pass; got a write to leaf "
-        f"{name!r} between a call and its backward pass; write before the call, or after backward",
-        leaf=name,
-    )
+def stale_check(name: str) -> Callable[[Tape], None]:
+    """Return a function that refuses a pass through a parameter that has another value now."""
+
+    def check(tape: Tape) -> None:
+        del tape
+        raise outdated(name)
+
+    return check
 
 
 def refuse_old(name: str, param: Tensor) -> None:
@@ -129,5 +161,27 @@ def refuse_old(name: str, param: Tensor) -> None:
     raise PlacementError(
         "a tensor that was gathered outside of a call is old after the step; got a gradient of "
         f"leaf {name!r} from before; read the attribute of the module again in each step",
+        leaf=name,
+    )
+
+
+def call_write(name: str) -> PlacementError:
+    """Return the error about a parameter that a call writes."""
+    return PlacementError(
+        "a call reads parameters, and writes only frozen ones that no optimizer has, by an "
+        "operation in place on an item of parameters() or its .data, outside of blocks that "
+        f"backward runs again; got an operation in place on leaf {name!r}; write between the "
+        "steps",
+        leaf=name,
+    )
+
+
+def lost_write(name: str) -> PlacementError:
+    """Return the error about a write that did not go through the parameter."""
+    return PlacementError(
+        "a parameter of an engine is written by an operation in place on the parameter or its "
+        f".data, between the steps; got a write to leaf {name!r} through a view or detach(), an "
+        "array of numpy, set_() or swap_tensors(), which would be lost; write to the parameter "
+        "under torch.no_grad()",
         leaf=name,
     )

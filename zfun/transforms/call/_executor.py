@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,10 @@ class CallParams(Protocol):
 
     def diverge(self) -> None:
         """Some rank begins backward at other outputs."""
+        ...
+
+    def outdate(self, paths: Collection[str]) -> None:
+        """Code has written these frozen leaves since forward."""
         ...
 
     def leave_views(self) -> None:
@@ -76,6 +80,7 @@ class WholeParams:
     ) -> None:
         self._views: Sequence[Sequence[Any]] = views
         self._slots = slots
+        self._old = set[str]()
 
     def leave_views(self) -> None:
         """Look at the views, which have the graph's first nodes, and let go of them."""
@@ -84,6 +89,10 @@ class WholeParams:
 
     def diverge(self) -> None:
         """Nothing is gathered."""
+
+    def outdate(self, paths: Collection[str]) -> None:
+        """Leave these leaves out, whose versions change."""
+        self._old.update(paths)
 
     def begin_backward(self) -> None:
         """Nothing was gathered."""
@@ -98,6 +107,10 @@ class WholeParams:
         """Check that the loss has not written to the parameters."""
         del again
         for views, slots in zip(self._views, self._slots, strict=True):
+            if self._old:
+                pairs = zip(views, slots, strict=True)
+                new = [(x, slot) for x, slot in pairs if slot.path not in self._old]
+                views, slots = [x for x, _ in new], [slot for _, slot in new]
             check_unwritten(views, slots)
 
     def abandon(self) -> None:
@@ -137,6 +150,11 @@ class Executor:
         """Some rank begins backward at other outputs."""
         for params in self._params:
             params.diverge()
+
+    def outdate(self, paths: Collection[str]) -> None:
+        """Code has written these frozen leaves since forward."""
+        for params in self._params:
+            params.outdate(paths)
 
     def attach(self, params: CallParams) -> None:
         """Let parameters take part in this call: once for each sharded loss that is called."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zfun import ops
+from zfun.transforms.call._buckets import BucketShard
+from zfun.transforms.call._written import outdated
 
 # A view of a gathered bucket: bucket, dtype, shape, strides and offset. The bucket is a list that
 # all views share, because the reference count of the list tells whether a view is left.
@@ -54,10 +56,12 @@ class SavedViews:
 
     Attributes:
         blocks: the uses in the recomputed blocks that are running, the innermost last.
+        old: for each bucket, the bytes and the paths of leaves that were written after forward.
     """
 
     def __init__(self, num_buckets: int) -> None:
         self.blocks: list[_Uses] = []
+        self.old: dict[int, list[tuple[range, str]]] = {}
         # Each saved view as backward will meet it: see _in_order().
         self._views: list[tuple[int, int, tuple[int, ...]]] = []
         # The nodes that need buckets, and the buckets of each recomputed block, in order.
@@ -102,6 +106,26 @@ class SavedViews:
             tensor.stride(),
             tensor.storage_offset(),
         )
+
+    def outdate(self, paths: Collection[str], shards: Sequence[BucketShard]) -> None:
+        """Know leaves of these paths as written."""
+        for bucket, shard in enumerate(shards):
+            size = shard.dtype.itemsize
+            for slot in shard.slots:
+                if slot.path in paths:
+                    place = range(slot.offset * size, (slot.offset + slot.numel) * size)
+                    self.old.setdefault(bucket, []).append((place, slot.path))
+
+    def check_leaf(self, bucket: int, path: str) -> None:
+        """Refuse a leaf that was written since forward."""
+        if any(path == old for _, old in self.old[bucket]):
+            raise outdated(path)
+
+    def check_place(self, bucket: int, place: int) -> None:
+        """Refuse a saved view that begins at this byte of a leaf that was written."""
+        for places, path in self.old[bucket]:
+            if place in places:
+                raise outdated(path)
 
     @contextlib.contextmanager
     def current(self, set_aside: Callable[[], None]) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zfun import ops
-from zfun.errors import ZfunError
+from zfun.errors import PlacementError, ZfunError
 from zfun.layout import LeafSlot
 
 
@@ -43,5 +43,15 @@ def written(path: str) -> ZfunError:
         f"a loss must not change its parameters in place; leaf {path!r} was changed; clone() it "
         "in the loss, or name the leaf in zf.zero(..., buffers=...), which keeps the values that "
         "the loss leaves; load the parameters again, because the shards may have the change",
+        leaf=path,
+    )
+
+
+def outdated(path: str) -> PlacementError:
+    """Return the error about a leaf that backward needs and that was written after the call."""
+    return PlacementError(
+        "backward uses the parameters of the forward pass; got a write to leaf "
+        f"{path!r} between a call and its backward pass, or after a use in the call; write before "
+        "the call, or after backward",
         leaf=path,
     )

@@ -22,7 +22,7 @@ in any other pass inside of the pass is late from then on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Tape:
         check: called with the tape before each pass; may refuse it.
         hooked: the paths of leaves whose gradients in a pass ``hook`` changes.
         hook: called with a path and a gradient.
+        shown: the leaves by path that are memory of the caller, who may write the frozen ones.
         weight: of the loss of the next pass, as for a :class:`zfun.transforms.Pullback`.
         number: as above.
     """
@@ -61,6 +62,7 @@ class Tape:
         self.check: Callable[[Tape], None] = lambda tape: None
         self.hooked: Set[str] = frozenset()
         self.hook: Callable[[str, Tensor], Tensor] = lambda path, grad: grad
+        self.shown: Mapping[str, Tensor] = {}
         self.weight: float | Tensor | None = None
         self.is_running = False
         self._start, self._end = start, end
@@ -106,6 +108,14 @@ class Tape:
             reducer = self._executor.reducer
             bucket_of = {slot.path: slot.bucket for slot in reducer.layout.leaves}
             reducer.late |= {bucket_of[path] for path in paths if path in bucket_of}
+
+    def outdate(self, paths: Collection[str]) -> None:
+        """Refuse passes that need values of frozen leaves which the caller has written."""
+        for path in self.shown.keys() & set(paths):
+            # Autograd compares the version with that of forward.
+            torch.autograd.graph.increment_version(self.shown[path])
+        if self._executor is not None:
+            self._executor.outdate(paths)
 
     def begin(self, *, at_bucket: bool = False) -> None:
         """Begin a backward pass, unless it runs already or reaches no bucket node."""

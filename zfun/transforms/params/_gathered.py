@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -222,6 +222,10 @@ class GatheredParams:
         """Follow no schedule in backward, because a rank begins backward at other outputs."""
         self._course.diverged = True
 
+    def outdate(self, paths: Collection[str]) -> None:
+        """Refuse these leaves, which code has written, to backward."""
+        self._saved.outdate(paths, self._shards)
+
     def leave_views(self) -> None:
         """The end of forward has forgotten the views."""
 
@@ -278,6 +282,8 @@ class GatheredParams:
                 "own, made inside the rank's function",
                 leaf=leaf.path,
             )
+        if bucket in self._saved.old:
+            self._saved.check_leaf(bucket, leaf.path)
         self._touch(bucket)
         if self._phase == "forward":
             self._saved.use(bucket)
@@ -287,7 +293,7 @@ class GatheredParams:
         if views is None:
             buffer = self._take(bucket)
             views = self._views.make(bucket, buffer, in_forward=self._phase == "forward")
-        if self._sources and self._course.plan is not None:
+        if self._sources and self._course.plan is not None and bucket not in self._saved.old:
             # Further uses of this bucket need no note until another bucket is used.
             source = self._sources[bucket]
             source.ready, source.thread = views, thread
@@ -430,6 +436,8 @@ class GatheredParams:
         if not isinstance(saved, tuple):
             return saved
         (bucket,), dtype, size, stride, offset = saved
+        if bucket in self._saved.old:
+            self._saved.check_place(bucket, offset * dtype.itemsize)
         if bucket != self._now:
             self._touch(bucket)
         buffer = self._buffers.get(bucket)

@@ -73,7 +73,7 @@ CHANGES: dict[str, Callable[[Engine], Any]] = {
     "state": lambda engine: setattr(engine, "state", engine.state),
     "load": lambda engine: engine.load("nowhere"),
     "weights": lambda engine: engine.load_state_dict(engine.state_dict()),
-    "write": lambda engine: engine.write("0.bias", torch.zeros(6)),
+    "write": lambda engine: engine.write({"0.bias": torch.zeros(6)}),
     "numbers": lambda engine: engine.set_hyperparams(lr=0.5),
     "torch": lambda engine: engine.load_optimizer_state(engine.optimizer_state()),
     "offload": lambda engine: engine.offload(),
