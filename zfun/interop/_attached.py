@@ -13,9 +13,9 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError
 from zfun.interop._questions import NO_VALUES, accessors, changes_nothing
 from zfun.interop.engine import Engine, EngineBuffers, ParamGroups, named_leaves
-from zfun.interop.engine._live import alive, live_of
 from zfun.interop.engine._moments import empty_state
 from zfun.interop.engine._parameter import LiveParameter
+from zfun.interop.engine._reads import alive, live_of
 from zfun.interop.engine._torch_states import with_own_constants
 from zfun.optim import MissedSteps
 

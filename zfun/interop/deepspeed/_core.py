@@ -20,7 +20,7 @@ from zfun.interop.deepspeed._scales import go_on, set_scale
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero import _owners
 from zfun.interop.engine import Engine
-from zfun.interop.engine._live import alive, live_of
+from zfun.interop.engine._reads import alive, live_of
 from zfun.parallel import Pipeline
 from zfun.sources import Deferred
 

@@ -15,7 +15,7 @@ from zfun.errors import OptionError
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.pipe import PipelineError, PipelineModule
-from zfun.interop.engine._live import live_of
+from zfun.interop.engine._reads import live_of
 from zfun.parallel import pipeline
 
 

@@ -29,7 +29,8 @@ class Calls:
     """Runs functions that use a live module, each as one call.
 
     The order in which a function uses parameters is remembered by function: a step of the loop, the
-    module, a part of the module that is called alone.
+    module, a part of the module that is called alone. ``take`` and ``check`` are methods of the
+    engine for each backward pass: it gives them the gradients, and before that the tape.
     """
 
     def __init__(
@@ -38,11 +39,14 @@ class Calls:
         buffers: EngineBuffers,
         group: Group,
         precision: Precision,
+        take: Callable[[Flat], None],
+        check: Callable[[Tape], None],
         *,
         is_sharded: bool,
     ) -> None:
         self._live, self._group, self._is_sharded = live, group, is_sharded
         self._buffers = buffers
+        self._take, self._check = _while_alive(take), _while_alive(check)
         self._dtype = dtype = precision.compute
         # Whether the module's own parameters are those with which it computes.
         self._is_plain = not is_sharded and dtype in (None, precision.param)
@@ -66,30 +70,17 @@ class Calls:
         return self._uneven is not None
 
     def record(
-        self,
-        recipe: Zero,
-        state: ZeroState,
-        call: tuple[Callable[..., Any], Any, Any],
-        take: Callable[[Flat], None],
-        check: Callable[[Tape], None],
+        self, recipe: Zero, state: ZeroState, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Tape]:
-        """Run a function in training; return the result and the tape.
-
-        Args:
-            recipe: of the engine.
-            state: of the engine.
-            call: the function and its arguments.
-            take: a method of the engine, called with the gradients of each backward pass.
-            check: one that is called before the pass.
-        """
+        """Run a function in training; return the result and the tape."""
         self._buffers.look(trains=True)
-        key = _key_of(call[0])
+        key = _key_of(fn)
         within = self._functions.pop(key, None) or self._function()
         self._functions[key] = within
         for old in list(self._functions)[:-_MAX_FUNCTIONS]:
             del self._functions[old]
-        out, tape = recipe.record(within, state, call)
-        tape.deliver, tape.check = _while_alive(take), _while_alive(check)
+        out, tape = recipe.record(within, state, (fn, args, kwargs))
+        tape.deliver, tape.check = self._take, self._check
         tape.shown = self._shown(state)
         tape.mark_late(self._live.read_without_gradient)
         tape.hooked, hook = self._live.hooked, weakref.WeakMethod(self._live.hook)

@@ -33,10 +33,11 @@ from zfun.errors import CollectiveMismatch, OptionError, PeerLost, ZfunError
 from zfun.interop._named import at_hand
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import UNBOUNDED, ParamGroups, group_number
-from zfun.interop.engine._live import LiveModule, check_free
+from zfun.interop.engine._live import LiveModule
 from zfun.interop.engine._methods import adopt_compiled, compile_blocks
 from zfun.interop.engine._parameter import leave_meta
 from zfun.interop.engine._passes import Passes
+from zfun.interop.engine._reads import check_free
 from zfun.interop.engine._torch_states import by_position, with_torch_state
 from zfun.interop.engine._values import (
     EngineBuffers,
@@ -49,7 +50,6 @@ from zfun.interop.engine._values import (
 from zfun.parallel import model_axes
 from zfun.placement import Held, S
 from zfun.recipes import Precision, StepInfo, Zero
-from zfun.transforms import Tape
 
 
 class Engine(Passes):
@@ -173,8 +173,7 @@ class Engine(Passes):
         self._is_sharded = self._state.params.placement is S
         self._live = LiveModule(module, self.leaves, self, self._extra, hides=self._is_sharded)
         call = self._live, self._buffers, self._group, Precision() if own is None else own.precision
-        self._calls = Calls(*call, is_sharded=self._is_sharded)
-        self._tapes: list[weakref.ref[Tape]] = []
+        self._calls = Calls(*call, self._take, self._check_pass, is_sharded=self._is_sharded)
         if self._is_sharded:
             self._hide()
         self._live.enter(self.run, self.zero_grad)
@@ -232,12 +231,12 @@ class Engine(Passes):
         if self._calls.is_inside:
             return fn(*args, **kwargs)
         self._check_here("a call", "parameters")
+        self._live.settle_views()
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             out = self._calls.evaluate(self._state, at_hand(self), fn, args, kwargs)
         else:
             self.prepare()
-            methods = self._take, self._check_pass
-            out, tape = self._calls.record(self.recipe, self._state, (fn, args, kwargs), *methods)
+            out, tape = self._calls.record(self.recipe, self._state, fn, args, kwargs)
             self._tapes = [*map(weakref.ref, self._open_tapes()), weakref.ref(tape)]
         self._live.settle()
         return out

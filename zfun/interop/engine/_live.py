@@ -28,43 +28,22 @@ import torch
 from torch import Tensor, nn
 
 from zfun import ops
-from zfun.errors import OptionError, PlacementError
+from zfun.errors import PlacementError
 from zfun.interop.engine._methods import LiveForward, LiveMethod
 from zfun.interop.engine._parameter import LiveParameter, attributes_of
-from zfun.interop.engine._reads import IS_PARAM, LiveParameters, check_code, gathered_outside
+from zfun.interop.engine._reads import (
+    IS_PARAM,
+    LiveParameters,
+    alive,
+    check_code,
+    gathered_outside,
+)
 from zfun.interop.engine._watched import CallSums, WatchedValues, call_write, lost_write, refuse_old
 from zfun.transforms import Tape
 from zfun.transforms.call._lazy import LazyLeaf, is_closed, tensor_of
 
 # A call with reentrant checkpoints, whose results may be gone, is remembered until the step.
 _MAX_CALLS = 64
-
-
-def check_free(module: nn.Module) -> None:
-    """Refuse a module that is live already."""
-    for part in module.modules():
-        if isinstance(part._parameters, LiveParameters):
-            raise OptionError(
-                f"a module has one engine; got a {type(module).__name__} that another engine "
-                "holds; make a copy.deepcopy() of the module, on each simulated rank too"
-            )
-
-
-def live_of(module: nn.Module) -> LiveModule | None:
-    """Return the state of a module that is live as a whole; ``None`` for another module."""
-    params = module._parameters
-    if isinstance(params, LiveParameters) and params.live.module is module:
-        return params.live
-    return None
-
-
-def alive(engine: Callable[[], Any], what: str) -> Any:
-    """Return the engine that has something, or refuse one that is gone."""
-    if (found := engine()) is None:
-        raise OptionError(
-            f"{what} is with an engine; got one whose engine is gone; keep the engine"
-        )
-    return found
 
 
 class LiveModule:
@@ -246,17 +225,17 @@ class LiveModule:
         if name not in self.strays:
             self.strays[name] = self._gathered(name).requires_grad_()
             self.strays[name].register_hook(functools.partial(self.hook, name))
+            self.watch(name, self.strays[name], is_kept=False)
         elif name in self._stale:
             # The same leaf, which has gradients already.
             self.strays[name].data = self._gathered(name)
+            self.watch(name, self.strays[name], is_kept=False)
         self._stale.discard(name)
         return self.strays[name]
 
     def _gathered(self, name: str) -> Tensor:
         # With a count of writes of its own.
-        value = gathered_outside(self._values(), name).data
-        self.watch(name, value, is_kept=False)
-        return value
+        return gathered_outside(self._values(), name).data
 
     def show_grads(self, param: nn.Parameter, *, is_read: bool) -> Tensor | None:
         """Let ``.grad`` have the gradients, outside of calls and of backward.
@@ -344,6 +323,7 @@ class LiveModule:
                     if param.data_ptr() != new.data_ptr() or param.dtype != new.dtype:
                         param.data = ops.apart(new)
                     self._versions[name] = param._version
+        self._watched.refresh(values)
 
     def expose(self, values: Mapping[str, Tensor]) -> None:
         """Let parameters be plain ones with these values, until :meth:`cover`."""
@@ -376,8 +356,20 @@ class LiveModule:
         self.check_read()
 
     def check_read(self) -> None:
-        """Refuse a write to a value that was read outside of calls."""
+        """Take writes through views; refuse others to a value that was read outside of calls."""
+        self.settle_views()
         self._watched.check()
+
+    def settle_views(self, name: str | None = None) -> None:
+        """Write what code has written through views of a leaf, or of all; every rank must call."""
+        if values := self._watched.written(name):
+            self._values().write(values)
+
+    def root(self, name: str, value: Tensor) -> Tensor:
+        """Return a whole value for views: a copy, or the value itself if it was gathered."""
+        is_own = self.is_hidden(name)
+        make = lambda: value if is_own else value.detach().clone()
+        return self._watched.root(name, make, is_own=is_own)
 
     def watch(self, name: str, value: Tensor, *, is_kept: bool = True) -> None:
         """Notice later writes to a value that was read outside of calls, or to a view of it."""

@@ -62,7 +62,7 @@ class _LiveTensor:
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*given[0], **given[1])
             if isinstance(first, _LiveTensor):
-                return _watched(func, first, given[0][0], found)
+                return _watched(func, first, *given, found)
         return found
 
 
@@ -189,6 +189,7 @@ def _read(value: Any) -> Tensor:
     if found is not param:
         return found.detach() if is_data else found
     name = _name_of(value)
+    live.settle_views(name)
     if not live.is_hidden(name):
         with torch._C.DisableTorchFunctionSubclass():
             return param.detach() if is_data else param
@@ -314,20 +315,27 @@ def _into(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return out
 
 
-def _watched(func: Callable[..., Any], first: Any, read: Any, found: Any) -> Any:
+def _watched(func: Callable[..., Any], first: Any, args: Any, kwargs: Any, found: Any) -> Any:
     """Return the result of an operation, and notice later writes to the parameter's memory."""
-    name, live = _name_of(first), first._live
+    name, live, read = _name_of(first), first._live, args[0]
     if live.bound is not None or first._own is not None:
         return found
-    for x in (read,) if func in _ARRAYS else _several(found):
+    values = [
+        x
+        for x in ((read,) if func in _ARRAYS else _several(found))
         # A detached tensor is no view for autograd, but has the same memory.
-        is_value = isinstance(x, Tensor) and not x.requires_grad
-        if is_value and _memory_of(x) == _memory_of(read):
-            if func == torch.Tensor.__getitem__:
-                # Memory that ranks share, or that is watched, stays as it is in `p[0] += 1`.
-                found = x = x.clone()
+        if isinstance(x, Tensor)
+        and not isinstance(x, _LiveTensor)
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and _memory_of(x) == _memory_of(read)
+    ]
+    if not values or func in _ARRAYS or func is torch.Tensor.detach:
+        for x in values:
             live.watch(name, x)
-    return found
+        return found
+    # Memory that ranks share stays as it is, because each rank would write.
+    root = live.root(name, read)
+    return found if root is read else func(root, *args[1:], **kwargs)
 
 
 def _memory_of(value: Tensor) -> int:

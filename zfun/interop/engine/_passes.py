@@ -38,7 +38,7 @@ class Passes(HeldModule):
     # Whether each step may clip to another norm.
     _clips: bool
     # The calls since the last step.
-    _tapes: list[weakref.ref[Tape]]
+    _tapes: Sequence[weakref.ref[Tape]] = ()
     # Whether no call of backward() ends the micro-batches of a step.
     _defers = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -151,3 +151,30 @@ def _is_same(value: Any, read: Any) -> bool:
         has_gradient = value.requires_grad or read.requires_grad
         same_shape = not has_gradient and value.shape == read.shape
         return same_shape and value.data_ptr() == read.data_ptr()
+
+
+def check_free(module: nn.Module) -> None:
+    """Refuse a module that is live already."""
+    for part in module.modules():
+        if isinstance(part._parameters, LiveParameters):
+            raise OptionError(
+                f"a module has one engine; got a {type(module).__name__} that another engine "
+                "holds; make a copy.deepcopy() of the module, on each simulated rank too"
+            )
+
+
+def live_of(module: nn.Module) -> Any:
+    """Return the state of a module that is live as a whole; ``None`` for another module."""
+    params = module._parameters
+    if isinstance(params, LiveParameters) and params.live.module is module:
+        return params.live
+    return None
+
+
+def alive(engine: Callable[[], Any], what: str) -> Any:
+    """Return the engine that has something, or refuse one that is gone."""
+    if (found := engine()) is None:
+        raise OptionError(
+            f"{what} is with an engine; got one whose engine is gone; keep the engine"
+        )
+    return found

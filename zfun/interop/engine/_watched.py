@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,10 +11,13 @@ from torch import Tensor
 from zfun import ops
 from zfun.errors import PlacementError
 from zfun.transforms import Tape
+from zfun.transforms.call._lazy import outside_inference_mode
 from zfun.transforms.call._written import outdated
 
 # As many values are watched at a time.
 _MAX_WATCHED = 4096
+# As many whole values are there for views that are gone.
+_MAX_ROOTS = 8
 # Elements that are looked at together.
 _PIECE = 1 << 16
 _FACTOR = 0x9E3779B1
@@ -29,6 +32,8 @@ class WatchedValues:
         # Those whose memory is not let go.
         self._held: list[_Seen] = []
         self._max_held = 1
+        self._roots: list[_Root] = []
+        self._max_roots = _MAX_ROOTS
 
     def add(self, name: str, value: Tensor, *, is_own: bool, is_kept: bool) -> None:
         """Watch a value; check the others if there are too many.
@@ -50,6 +55,43 @@ class WatchedValues:
         """Let code write a value, because it gives the value back."""
         if isinstance(value, Tensor):
             self._seen = [x for x in self._seen if not x.is_of(value)]
+            self._roots = [x for x in self._roots if not x.has(value)]
+
+    def root(self, name: str, make: Callable[[], Tensor], *, is_own: bool) -> Tensor:
+        """Return a whole value of which code gets views; :meth:`written` tells what they write.
+
+        Another view of a value that ``make`` has made is one of the same value; a value that is
+        the caller's own, as after a gather, stays no longer than its views.
+        """
+        for x in self._roots:
+            if x.name == name and not (is_own or x.is_old):
+                return x.value
+        if is_own or len(self._roots) >= self._max_roots:
+            self._roots = [x for x in self._roots if x.is_held()]
+            self._max_roots = max(_MAX_ROOTS, 2 * len(self._roots))
+        with outside_inference_mode():
+            self._roots.append(_Root(name, make()))
+        return self._roots[-1].value
+
+    def refresh(self, values: Mapping[str, Tensor]) -> None:
+        """Let views that code holds have new values, as those of the memory would."""
+        self._roots = [x for x in self._roots if x.name not in values or x.is_held()]
+        for x in self._roots:
+            if (value := values.get(x.name)) is not None:
+                x.value.copy_(value)
+                x.age()
+                x.is_old = False
+
+    def written(self, name: str | None = None) -> dict[str, Tensor]:
+        """Return whole values that code has written through views, of one leaf or of all."""
+        found: dict[str, Tensor] = {}
+        for x in self._roots:
+            if name in (None, x.name) and x.is_written():
+                if x.is_old or x.name in found:
+                    raise lost_write(x.name)
+                found[x.name] = x.value
+                x.age()
+        return found
 
     def accept(self) -> None:
         """Accept what the memory of the state has now, because the state has changed."""
@@ -61,9 +103,42 @@ class WatchedValues:
         """Refuse a write to a value or to a view of one, and forget all."""
         seen, self._seen = self._seen, list[_Seen]()
         self._held.clear()
-        for x in seen:
-            if x.is_written():
-                raise lost_write(x.name)
+        roots, self._roots = self._roots, [x for x in self._roots if x.is_held()]
+        lost = [x.name for x in seen if x.is_written()]
+        lost += [x.name for x in roots if x.is_written() or x.is_changed]
+        for x in roots:
+            x.age()
+        if lost:
+            raise lost_write(lost[0])
+
+
+class _Root:
+    """A whole value, of which code has views that it may write."""
+
+    def __init__(self, name: str, value: Tensor) -> None:
+        self.name, self.value, self.is_old, self.is_changed = name, value, False, False
+        self._has_arrays = value.is_cpu and not ops.is_abstract(value)
+        self.age()
+        self.is_old = False
+
+    def age(self) -> None:
+        """Know that the parameter may have another value from now on."""
+        self.is_old, self._version = True, self.value._version
+        self._total = checksum(self.value) if self._has_arrays else 0
+
+    def has(self, value: Tensor) -> bool:
+        """Whether a value is a view."""
+        return value.untyped_storage()._cdata == self.value.untyped_storage()._cdata
+
+    def is_written(self) -> bool:
+        """Whether an operation has written a view."""
+        return self.value._version != self._version
+
+    def is_held(self) -> bool:
+        """Whether code has a view, or has written one."""
+        if self._has_arrays and not (self.is_written() or self.is_changed):
+            self.is_changed = checksum(self.value) != self._total
+        return self.is_written() or self.is_changed or is_shared(self.value)
 
 
 class CallSums:
@@ -182,6 +257,6 @@ def lost_write(name: str) -> PlacementError:
         "a parameter of an engine is written by an operation in place on the parameter or its "
         f".data, between the steps; got a write to leaf {name!r} through a view or detach(), an "
         "array of numpy, set_() or swap_tensors(), which would be lost; write to the parameter "
-        "under torch.no_grad()",
+        "or its .data by its own name under torch.no_grad(), such as `p.mul_(2)` or `p[1:] = 0`",
         leaf=name,
     )

@@ -22,7 +22,7 @@ from zfun.interop.accelerate import Accelerator
 from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine
-from zfun.interop.engine._live import live_of
+from zfun.interop.engine._reads import live_of
 from zfun.interop.transformers._files import are_own, is_own, note, weights_in
 from zfun.interop.transformers._options import check_arguments, options_of, recipe_of, zero_of
 from zfun.optim import Schedule

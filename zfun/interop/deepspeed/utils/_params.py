@@ -17,7 +17,7 @@ from zfun.errors import CheckpointError, OptionError
 from zfun.flat import Flat, leaf_spans
 from zfun.interop._named import masters_of, named, write_leaves
 from zfun.interop.engine import TORCH_NAMES, Engine
-from zfun.interop.engine._live import alive
+from zfun.interop.engine._reads import alive
 from zfun.interop.engine._values import parts_of
 from zfun.placement import S
 from zfun.transforms import unshard
