@@ -250,8 +250,7 @@ class HeldModule:
         """Let exposed parameters be those of the state again."""
         self._live.cover(names)
         if self._is_sharded:
-            dtypes = leaves_of(self._state)
-            self._live.hide({name: dtypes[name] for name in names})
+            self._live.hide({k: x for k, x in leaves_of(self._state).items() if k in names})
         else:
             self._show()
 
