@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import zfun as zf
-from tests.interop.deepspeed_runs import net
+from tests.interop.deepspeed_runs import WIDTH, config, net, ranks, trained
 from zfun.errors import ConfigError, OptionError, PlacementError
 from zfun.interop import deepspeed
 from zfun.interop.deepspeed._absent import ABSENT, ABSENT_MODULES
@@ -728,3 +728,31 @@ def test_fp32_weights_are_written_by_a_command_with_tied_names(tmp_path: Path) -
         [str(tmp_path), str(out), "--safe_serialization", "--tag", "tag"]
     )
     assert set(zf.sources.safetensors(out)) >= {"frozen", "w"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_lines_of_deepspeed_chat_run(stage: int) -> None:
+    helper = importlib.import_module("zfun.interop.deepspeed.compression.helper")
+
+    def main(group: zf.Group) -> None:
+        model = net()
+        assert helper.recursive_getattr(model, "body.0") is model.body[0]
+        other = torch.nn.Linear(WIDTH, 12)
+        helper.recursive_setattr(model, "body.0", other)
+        assert model.body[0] is other
+        helper.recursive_setattr(model, "first", model.first)
+        engine = deepspeed.initialize(
+            model=model,
+            config=config(stage, optimizer={"type": "Adam", "params": {"lr": 0.1}}),
+            mpu=ranks(group),
+        )[0]
+        trained(engine, group, 0, 1)
+        engine.tput_timer.start()
+        engine.tput_timer.update_epoch_count()
+        engine.tput_timer.stop(global_step=True, report_speed=False)
+        norm = engine.get_global_grad_norm()
+        assert norm.item() == float(norm) > 0
+        assert f"{norm:.3f}" == f"{norm.item():.3f}"
+        assert isinstance(norm, float)
+
+    zf.simulate(2, main)

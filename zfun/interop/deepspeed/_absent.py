@@ -74,7 +74,7 @@ _TABLE: Mapping[str, str] = {
         "runtime.pipe.schedule runtime.pipe.p2p"
     ),
     "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline": (
-        "profiling engine:timers engine:engine_timers engine:tput_timer :EngineTimers "
+        "profiling engine:timers engine:engine_timers :EngineTimers "
         "utils:SynchronizedWallClockTimer utils:ThroughputTimer "
         "utils:get_caller_func checkpointing:PROFILE_TIME"
     ),
@@ -202,7 +202,7 @@ _TABLE: Mapping[str, str] = {
         "datastates ops.adam.zenflow_cpu_adam ops.lion.multi_tensor_apply ops.triton_ops "
         "runtime.activation_checkpointing.config runtime.hybrid_engine_graph "
         "runtime.keep_in_fp32 runtime.pipe.dualpipev runtime.python_gc "
-        "runtime.zero.partitioned_param_profiler runtime.zero.test utils.module_utils "
+        "runtime.zero.partitioned_param_profiler runtime.zero.test "
         "utils.pin_memory_tracker utils.static_cache :is_even "
         ":resolve_per_head_muon_after_sharding :split_half_float_double_sparse "
         "checkpointing:detach_variable checkpointing:extract_tensors "

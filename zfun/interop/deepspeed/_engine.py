@@ -6,8 +6,10 @@ import contextlib
 import functools
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -25,6 +27,8 @@ from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.ds_config import Batch
 from zfun.interop.ds_config._optimizers import rates_of
 from zfun.recipes import StepInfo
+
+_TIMER_METHODS = ("update_epoch_count", "start", "stop")
 
 
 class DeepSpeedEngine(SavedEngine):
@@ -73,6 +77,8 @@ class DeepSpeedEngine(SavedEngine):
         self.training_dataloader: DataLoader[Any] | None = None
         self.collate_fn = collate_fn
         self.is_compiled = False
+        # Scripts count epochs there; nothing is timed.
+        self.tput_timer = SimpleNamespace(**dict.fromkeys(_TIMER_METHODS, lambda *args, **kw: None))
         self.device = device
         self.local_rank = local_rank()
         self.global_rank, self.world_size = group.rank, group.size
@@ -80,7 +86,7 @@ class DeepSpeedEngine(SavedEngine):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
         self._was_applied = self._has_overflow = False
-        self._grad_norm: float | None = None
+        self._grad_norm: np.float64 | None = None
         # The context around backward() in which no step may be taken.
         self._within: str | None = None
         # Calls of backward() since the last step.
@@ -165,7 +171,8 @@ class DeepSpeedEngine(SavedEngine):
 
     def _count(self, info: StepInfo, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a step, and step the scheduler."""
-        self._grad_norm = float(info.grad_norm)
+        # A float with item(), because DeepSpeed has a tensor at stages 1 to 3.
+        self._grad_norm = np.float64(float(info.grad_norm))
         self._was_applied, self._has_overflow = not info.skipped, bool(info.skipped)
         self.skipped_steps += self._has_overflow
         if not info.skipped and self.lr_scheduler is not None:

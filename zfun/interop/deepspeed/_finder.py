@@ -42,8 +42,9 @@ _NAMES: Mapping[str, str] = {
         "accelerator.real_accelerator"
     ),
     "utils": (
-        "checkpoint.utils moe.utils runtime.utils utils.bwc utils.init_on_device utils.logging "
-        "utils.nvtx utils.tensor_fragment utils.timer utils.torch"
+        "checkpoint.utils compression.helper moe.utils runtime.utils utils.bwc "
+        "utils.init_on_device utils.logging utils.module_utils utils.nvtx utils.tensor_fragment "
+        "utils.timer utils.torch"
     ),
     "runtime.checkpointing": "checkpointing runtime.activation_checkpointing.checkpointing",
     "comm": "comm.comm comm.constants comm.torch comm.utils",

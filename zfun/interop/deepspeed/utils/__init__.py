@@ -157,6 +157,31 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
     )
 
 
+def recursive_getattr(model: pytorch.nn.Module, module_name: str) -> Any:
+    """Return a part of a module by its path.
+
+    Example:
+        >>> import torch
+        >>> recursive_getattr(torch.nn.Sequential(torch.nn.Tanh()), "0")
+        Tanh()
+    """
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: pytorch.nn.Module, module_name: str, module: Any) -> None:
+    """Set a part of a module by its path.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Tanh()))
+        >>> recursive_setattr(model, "0.0", torch.nn.ReLU())
+        >>> model[0][0]
+        ReLU()
+    """
+    *above, name = module_name.split(".")
+    setattr(functools.reduce(getattr, above, model), name, module)
+
+
 def is_moe_param(param: Tensor) -> bool:
     """Return whether DeepSpeed's experts own a parameter."""
     return hasattr(param, "allreduce") and not param.allreduce
