@@ -82,8 +82,9 @@ def trained(engine: Any, group: zf.Group, first: int, steps: int) -> list[Row]:
         engine.backward(loss)
         rate, is_boundary = engine.get_lr()[0], engine.is_gradient_accumulation_boundary()
         engine.step()
-        norm = float(engine.get_global_grad_norm()) if is_boundary else None
-        rows.append(Row(float(loss.detach()), rate, norm))
+        rows.append(
+            Row(float(loss.detach()), rate, engine.get_global_grad_norm() if is_boundary else None)
+        )
     return rows
 
 

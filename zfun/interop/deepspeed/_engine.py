@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -29,6 +28,13 @@ from zfun.interop.ds_config._optimizers import rates_of
 from zfun.recipes import StepInfo
 
 _TIMER_METHODS = ("update_epoch_count", "start", "stop")
+
+
+class Norm(float):
+    """A norm, which scripts ask for ``item()``: DeepSpeed has a tensor at stages 1 to 3."""
+
+    def item(self) -> float:
+        return float(self)
 
 
 class DeepSpeedEngine(SavedEngine):
@@ -86,7 +92,7 @@ class DeepSpeedEngine(SavedEngine):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
         self._was_applied = self._has_overflow = False
-        self._grad_norm: np.float64 | None = None
+        self._grad_norm: Norm | None = None
         # The context around backward() in which no step may be taken.
         self._within: str | None = None
         # Calls of backward() since the last step.
@@ -171,8 +177,7 @@ class DeepSpeedEngine(SavedEngine):
 
     def _count(self, info: StepInfo, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a step, and step the scheduler."""
-        # A float with item(), because DeepSpeed has a tensor at stages 1 to 3.
-        self._grad_norm = np.float64(float(info.grad_norm))
+        self._grad_norm = Norm(info.grad_norm)
         self._was_applied, self._has_overflow = not info.skipped, bool(info.skipped)
         self.skipped_steps += self._has_overflow
         if not info.skipped and self.lr_scheduler is not None:
