@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def take_optimizer(
         numbers: of the parameter groups; the engine's own stay where they are not there.
     """
     groups, found = core._torch_groups(), saved.state
-    positions, params = groups.positions(), iter(range(10**9))
+    positions, params = groups.positions(), itertools.count()
     known = {name for entry in torch_numbers(core.state, whole=True).values() for name in entry}
     origin = found.params.origin
     if strange := known - {"step"}:

@@ -187,7 +187,7 @@ ALONE = [
     (3, "save_state", r"save_state\(\)"),
     (3, "load_state", r"load_state\(\)"),
     (3, "save_model", r"get_state_dict\(\) or save_model\(\)"),
-    (3, "a read", "unshard"),
+    (3, "a read", r"state_dict\(\)"),
 ]
 
 
