@@ -25,7 +25,7 @@ from zfun.interop._together import begin
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED
 from zfun.interop.engine._running import run_backward
-from zfun.interop.lightning import _runs
+from zfun.interop.lightning import _promised, _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import Dtypes, precision_of
 
@@ -103,13 +103,13 @@ class ZfunFabricStrategy(DDPStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         # The values of a model on meta are made for the state.
-        if not _runs.is_on_meta(module):
+        if not _promised.is_on_meta(module):
             super().module_to_device(module)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Make models without values on ``meta`` where parameters are sharded."""
         if empty_init and self.recipe().stage == 3:
-            return torch.device("meta")
+            return _promised.promising()
         return super().module_init_context(empty_init)
 
     def setup_module_and_optimizers(
@@ -147,11 +147,12 @@ class ZfunFabricStrategy(DDPStrategy):
             self._take_apart(engine, is_kept=is_kept or any(other is x for x in optimizers))
         models, optimizers = [*{id(x): x for x in models}.values()], [*kept, *optimizers]
         module = models[0] if len(models) == 1 else nn.ModuleList(models)
-        if not _runs.is_on_meta(module):
+        _promised.fulfil(module)
+        if not _promised.is_on_meta(module):
             _runs.take_values_of_rank_0(module, self.world_size)
         self.precision.device = self.root_device
         recipe, seed = self.recipe(), self.broadcast(torch.initial_seed())
-        values = _runs.values_of(module, self.root_device, seed)
+        values = _promised.values_of(module, self.root_device, seed)
         options: dict[str, Any] = {"zero": zero_options(recipe, process_group()), "values": values}
         groups = _runs.groups_of(optimizers, module)
         bound = recipe.max_grad_norm or UNBOUNDED

@@ -10,9 +10,7 @@ ranks. Parameters are sharded between hooks, as the stage says.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +26,6 @@ from zfun.collectives import Group
 from zfun.errors import OptionError
 from zfun.interop._attached import StepEngine, ZeroedEngine, engines_apart
 from zfun.interop._configured import zero_options
-from zfun.interop._named import first_names
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, EngineBuffers, ParamGroups, named_leaves
 from zfun.interop.engine._running import run_backward
@@ -138,53 +135,6 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) ->
                 )
             seen[name] = index
     return found
-
-
-def is_on_meta(module: nn.Module) -> bool:
-    """Whether values of a module are made for its state."""
-    return any(param.is_meta for param in module.parameters())
-
-
-def values_of(module: nn.Module, device: torch.device, seed: int) -> dict[str, Any]:
-    """Return the values of parameters and buffers by name, for a state on a device.
-
-    Values on the ``meta`` device are made by ``reset_parameters`` when the state asks for a leaf,
-    from a seed that is equal on all ranks, so that no rank ever holds all of them.
-    """
-    values: dict[str, Any] = {}
-    names = first_names(module)
-    for prefix, owner in module.named_modules():
-        for key, x in [*owner._parameters.items(), *owner._buffers.items()]:
-            if x is None or (name := names[id(x)]) in values:
-                continue
-            if not x.is_meta:
-                values[name] = x.detach()
-                continue
-            if not callable(getattr(owner, "reset_parameters", None)):
-                raise OptionError(
-                    "remote_device='meta' makes values by reset_parameters(); leaf "
-                    f"{name!r} belongs to {type(owner).__name__}, which has no such method; "
-                    "write the method, or leave remote_device out",
-                    leaf=name,
-                )
-            made = functools.partial(_made, owner, key, zlib.crc32(prefix.encode()) ^ seed)
-            values[name] = Deferred(name, x.detach(), made, device)
-    return values
-
-
-def _made(owner: nn.Module, key: str, seed: int) -> Tensor:
-    """Make one value of a module, whose other values are made and dropped."""
-    fresh = copy.copy(owner)
-    fresh.__dict__["_parameters"] = dict(owner._parameters)
-    fresh.__dict__["_buffers"] = dict(owner._buffers)
-    fresh.__dict__["_modules"] = dict[str, nn.Module]()
-    fresh.to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        fresh.reset_parameters()  # pyrefly: ignore[not-callable]
-    made = {**fresh._parameters, **fresh._buffers}[key]
-    assert made is not None
-    return made.detach()
 
 
 def take_values_of_rank_0(module: nn.Module, num_ranks: int) -> None:

@@ -27,7 +27,7 @@ from zfun.interop.deepspeed.runtime.lr_schedules import scheduler_of
 from zfun.interop.ds_config import Recipe
 from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, torch_numbers, with_group_numbers
 from zfun.interop.lightning import _checkpoint as saved
-from zfun.interop.lightning import _left, _runs
+from zfun.interop.lightning import _left, _promised, _runs
 from zfun.interop.lightning._options import divided, given_config, recipe_of
 from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision, precision_of
 from zfun.optim import LossScale
@@ -120,12 +120,13 @@ class ZfunStrategy(DDPStrategy):
         self._release()
         module = self._own_module()
         _runs.check_trainer(trainer)
+        _promised.fulfil(module)
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit and self._layer_sync:
             self.model = self._layer_sync.apply(module)
-        if not _runs.is_on_meta(module):
+        if not _promised.is_on_meta(module):
             self.model_to_device()
             _runs.take_values_of_rank_0(module, self.world_size)
         by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
@@ -145,7 +146,7 @@ class ZfunStrategy(DDPStrategy):
         self.precision_plugin.clip = self.clip
         self.precision_plugin.device = device = self.root_device
         seed = self.broadcast(torch.initial_seed())
-        values = _runs.values_of(module, device, seed) | self._values
+        values = _promised.values_of(module, device, seed) | self._values
         self._ranks = self._ranks or process_group()
         self._run = _runs.build(module, self._groups, self.recipe, self._ranks, values)
         for optimizer in (one.optimizer for one in self._groups):
@@ -184,7 +185,7 @@ class ZfunStrategy(DDPStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """Let ``configure_model`` make modules without values, for ``remote_device="meta"``."""
         is_meta = self._options["remote_device"] == "meta"
-        with torch.device("meta") if is_meta else contextlib.nullcontext():
+        with _promised.promising() if is_meta else contextlib.nullcontext():
             yield
 
     def _release(self) -> None:
@@ -204,7 +205,7 @@ class ZfunStrategy(DDPStrategy):
         is_whole = module.trainer.state.status != TrainerStatus.INTERRUPTED
         if is_whole and self._gathers_at_end:
             self._release()
-        if not (self._is_live or _runs.is_on_meta(module)):
+        if not (self._is_live or _promised.is_on_meta(module)):
             super().teardown()
             return
         # Moving the module to the host would gather.
@@ -365,7 +366,7 @@ class ZfunStrategy(DDPStrategy):
         module, engines, values = self._own_module(), self._live_engines(), checkpoint["state_dict"]
         more, device = self._unnamed, self.root_device
         is_sharded = saved.MARK in checkpoint and not (engines or _left.has_load_hooks(module))
-        if is_sharded or _runs.is_on_meta(module):
+        if is_sharded or _promised.is_on_meta(module):
             self._values = _left.take(module, values, more, device, strict=strict)
         else:
             if more and not engines:
