@@ -246,7 +246,7 @@ def call_write(name: str) -> PlacementError:
         "a call reads parameters, and writes only frozen ones that no optimizer has, by an "
         "operation in place on an item of parameters() or its .data, outside of blocks that "
         f"backward runs again; got an operation in place on leaf {name!r}; write between the "
-        "steps",
+        "steps, in Lightning in on_train_batch_start()",
         leaf=name,
     )
 
