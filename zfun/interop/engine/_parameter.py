@@ -61,9 +61,9 @@ class _LiveTensor:
         given = [_plain(x) for x in args], {key: _plain(x) for key, x in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*given[0], **given[1])
-            if isinstance(first, _LiveTensor):
-                return _watched(func, first, *given, found)
-        return found
+            rest = int(isinstance(first, _LiveTensor))
+            _watch_others((args[rest:], kwargs), (given[0][rest:], given[1]), found)
+            return _watched(func, first, *given, found) if rest else found
 
 
 class LiveParameter(_LiveTensor, nn.Parameter):
@@ -320,15 +320,7 @@ def _watched(func: Callable[..., Any], first: Any, args: Any, kwargs: Any, found
     name, live, read = _name_of(first), first._live, args[0]
     if live.bound is not None or first._own is not None:
         return found
-    values = [
-        x
-        for x in ((read,) if func in _ARRAYS else _several(found))
-        # A detached tensor is no view for autograd, but has the same memory.
-        if isinstance(x, Tensor)
-        and not isinstance(x, _LiveTensor)
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and _memory_of(x) == _memory_of(read)
-    ]
+    values = _views_in((read,) if func in _ARRAYS else _several(found), read)
     if not values or func in _ARRAYS or func is torch.Tensor.detach:
         for x in values:
             live.watch(name, x)
@@ -336,6 +328,26 @@ def _watched(func: Callable[..., Any], first: Any, args: Any, kwargs: Any, found
     # Memory that ranks share stays as it is, because each rank would write.
     root = live.root(name, read)
     return found if root is read else func(root, *args[1:], **kwargs)
+
+
+def _watch_others(args: Any, given: Any, found: Any) -> None:
+    """Notice later writes to the memory of parameters that an operation does not take first."""
+    if any(map(_may_be_view, _several(found))):
+        for x, read in zip(tree.leaves(args), tree.leaves(given), strict=True):
+            if isinstance(x, _LiveTensor) and x._own is None and x._live.bound is None:
+                for value in _views_in(_several(found), read):
+                    x._live.watch(_name_of(x), value)
+
+
+def _may_be_view(x: Any) -> bool:
+    """Whether a value may be a view that code may write."""
+    is_plain = isinstance(x, Tensor) and not isinstance(x, _LiveTensor)
+    # A detached tensor is no view for autograd, but has the same memory.
+    return is_plain and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _views_in(values: Sequence[Any], read: Tensor) -> list[Tensor]:
+    return [x for x in values if _may_be_view(x) and _memory_of(x) == _memory_of(read)]
 
 
 def _memory_of(value: Tensor) -> int:

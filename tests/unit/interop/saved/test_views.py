@@ -16,6 +16,7 @@ from zfun.interop import Engine
 
 EACH_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 RANKS, WIDTH = 2, 6
+THREE = torch.ones(3, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -199,3 +200,27 @@ def test_a_master_weight_takes_what_a_view_has_written(stage: int) -> None:
         assert engine.state_dict()["weight"][0].tolist() == [3.0] * 4
 
     zf.simulate(RANKS, main)
+
+
+OTHER_ARGUMENTS: dict[str, Callable[[Net], Tensor]] = {
+    "by name": lambda net: torch.transpose(input=net.line.weight, dim0=0, dim1=1),
+    "second": lambda net: torch.broadcast_tensors(torch.ones(2, 1, 1), net.line.weight)[1],
+    "of several": lambda net: torch.atleast_3d(net.line.bias, net.line.weight)[1],
+    "in a list": lambda net: torch.meshgrid([THREE, net.line.bias], indexing="ij")[1],
+}
+
+
+@pytest.mark.parametrize("view", OTHER_ARGUMENTS)
+@EACH_STAGE
+def test_a_write_to_a_view_of_another_argument_is_refused(stage: int, view: str) -> None:
+    """At stage 3 it is one of the gathered value, and was lost."""
+
+    def main(group: zf.Group) -> None:
+        net = Net()
+        engine = Engine(net, optim.sgd(0.1), zero=stage, group=group)
+        with torch.no_grad():
+            OTHER_ARGUMENTS[view](net).fill_(7.0)
+        with pytest.raises(PlacementError, match=r"leaf 'line\.\w+' through a view"):
+            engine(torch.arange(7))
+
+    zf.simulate(1, main)
