@@ -183,11 +183,12 @@ def with_leaves(state: ZeroState, leaves: Mapping[str, Tensor]) -> ZeroState:
     return state._replace(params=params, frozen=frozen, buffers=buffers)
 
 
-def settle_masters(state: ZeroState, names: Collection[str]) -> None:
-    """Give master weights the values of leaves, but where they round to these.
+def settle_masters(state: ZeroState, names: Collection[str], *, keeps_digits: bool = True) -> None:
+    """Give master weights the values of leaves.
 
-    So code may write the values that a parameter has, or write others for a while, as an average
-    for an evaluation, and no master weight is rounded. Ranks that share the buffers write the same.
+    With ``keeps_digits`` those stay that round to these, so code may write the values that a
+    parameter has, or write others for a while, as an average for an evaluation. Ranks that share
+    the buffers write the same.
     """
     params = stores.resident(state.params)
     spans = {span.path: span for span in leaf_spans(params) if span.path in names}
@@ -200,7 +201,7 @@ def settle_masters(state: ZeroState, names: Collection[str]) -> None:
                 is_here = own.start <= first and last <= own.stop
                 assert is_here or first == last, "a rank with a master weight has the parameter"
                 values[span.path] = params.buffers[own.bucket][first:last]
-        write_leaves(master, values, local=True, keeps_digits=True)
+        write_leaves(master, values, local=True, keeps_digits=keeps_digits)
 
 
 def masters_of(state: Any) -> Iterator[Flat]:

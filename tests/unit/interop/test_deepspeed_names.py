@@ -24,7 +24,17 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import zfun as zf
-from tests.interop.deepspeed_runs import WIDTH, config, net, ranks, trained
+from tests.interop.deepspeed_runs import (
+    ADAMW,
+    WARMUP,
+    WIDTH,
+    batch,
+    config,
+    net,
+    ranks,
+    run,
+    trained,
+)
 from zfun.errors import ConfigError, OptionError, PlacementError
 from zfun.interop import deepspeed
 from zfun.interop.deepspeed._absent import ABSENT, ABSENT_MODULES
@@ -100,8 +110,8 @@ def test_zero_to_fp32_reads_what_deepspeed_wrote(name: str) -> None:
         assert torch.equal(found[key], leaf.load().float())
 
 
-# Those of the engine are attributes of an object, which test_deepspeed_facade.py makes.
-@pytest.mark.parametrize("module", sorted(set(ABSENT) - {"engine"}))
+# Those of the engine and its optimizer are attributes of objects, which other tests make.
+@pytest.mark.parametrize("module", sorted(set(ABSENT) - {"engine", "engine.optimizer"}))
 def test_a_name_that_is_not_there_says_what_to_use(module: str) -> None:
     parts = {
         "zero": "runtime.zero",
@@ -756,3 +766,135 @@ def test_the_lines_of_deepspeed_chat_run(stage: int) -> None:
         assert isinstance(norm, float)
 
     zf.simulate(2, main)
+
+
+SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def engine_of(group: zf.Group, stage: int, **given: Any) -> Any:
+    given = {"config": config(stage, **SGD), "model": net(), **given}
+    return deepspeed.initialize(mpu=ranks(group), **given)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_methods_of_the_optimizer_are_those_of_the_engine(stage: int) -> None:
+    offload = importlib.import_module("zfun.interop.deepspeed.runtime.zero.offload_config")
+    kinds = offload.OffloadStateTypeEnum
+
+    def main(group: zf.Group) -> Any:
+        made = config(stage, optimizer=ADAMW, scheduler=WARMUP)
+        engine = engine_of(group, stage, config=made)
+        optimizer = engine.optimizer
+        assert getattr(optimizer, "_global_grad_norm", 1) is None
+        rows = trained(engine, group, 0, 2)
+        assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+        assert optimizer._global_grad_norm.item() == rows[-1].norm
+        parts = [kinds.optim_states, kinds.hp_params, kinds.lp_params, kinds.lp_grads]
+        optimizer.offload_states(parts, device=offload.OffloadDeviceEnum.cpu, non_blocking=True)
+        with pytest.raises(OptionError, match=r"a call needs parameters"):
+            engine(batch(0, 0, 1)[0])
+        optimizer.empty_partition_cache()
+        optimizer.reload_states(non_blocking=True)
+        return rows + trained(engine, group, 2, 1)
+
+    expected = zf.simulate(2, functools.partial(run, stage=stage, steps=3))
+    for rows, (wanted, _) in zip(zf.simulate(2, main), expected, strict=True):
+        assert rows == wanted
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_master_weights_are_those_of_written_and_loaded_parameters(
+    stage: int, device: str, tmp_path: Path
+) -> None:
+    """After refresh_fp32_params, DeepSpeed's master weights are the parameters of 16 bits."""
+
+    def main(group: zf.Group) -> None:
+        made = config(stage, optimizer=ADAMW, bf16={"enabled": True})
+        place = {"device": device, "nvme_path": str(tmp_path)}
+        made["zero_optimization"]["offload_optimizer"] = place
+        engine = engine_of(group, stage, config=made)
+        params = dict(engine.module.named_parameters())
+        x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+
+        def masters() -> dict[str, Tensor]:
+            engine.optimizer.refresh_fp32_params()
+            return {name: utils.safe_get_full_fp32_param(p) for name, p in params.items()}
+
+        def step() -> None:
+            for _ in range(2):
+                engine.backward(engine(x).square().sum())
+                engine.step()
+
+        utils: Any = deepspeed.utils
+        written = {
+            name: torch.linspace(-1.0, 1.0, x.numel(), dtype=x.dtype).view_as(x)
+            for name, x in engine.module_state_dict().items()
+        }
+        step()
+        engine.save_checkpoint(tmp_path / str(stage))
+        trained = masters()
+        engine.module.load_state_dict(written)
+        for name, value in masters().items():
+            assert value.equal(written[name].float()), name
+        step()
+        for name, value in masters().items():
+            assert not value.equal(trained[name]), name
+        with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):
+            for param in params.values():
+                param.data.fill_(0.7)
+        expected = torch.tensor(0.7, dtype=x.dtype).item()
+        assert {value.unique().item() for value in masters().values()} == {expected}
+        engine.load_checkpoint(tmp_path / str(stage), load_optimizer_states=False)
+        shown = engine.module_state_dict()
+        for name, value in masters().items():
+            assert value.equal(shown[name].float()), name
+            assert value.equal(trained[name]), name
+
+    zf.simulate(2, main)
+
+
+@pytest.mark.shows(
+    "parts of DeepSpeed's optimizer, such as `engine.optimizer.bit16_groups`",
+    "refused",
+    "with the function to use; `hasattr` is false",
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_name_that_the_optimizer_has_not_says_what_to_use(stage: int) -> None:
+    class Own(torch.optim.SGD):
+        partition_count = 3
+
+        def bit16_groups(self) -> str:
+            return "own"
+
+    def main(group: zf.Group) -> None:
+        optimizer = engine_of(group, stage).optimizer
+        for name, remedy in ABSENT["engine.optimizer"].items():
+            assert not hasattr(optimizer, name), name
+            assert getattr(optimizer, name, 1) == 1
+            with pytest.raises(
+                AttributeError, match=rf"got deepspeed.engine.optimizer.{name}, "
+            ) as e:
+                getattr(optimizer, name)
+            assert isinstance(e.value, OptionError)
+            assert str(e.value).endswith(remedy)
+        with pytest.raises(AttributeError, match=r"did you mean 'zero_grad'\?"):
+            optimizer.zero_grads()
+        assert not hasattr(optimizer, "__wrapped__")
+        model = net()
+        own = Own(model.parameters(), lr=0.1)
+        made = engine_of(group, stage, model=model, optimizer=own, config=config(stage)).optimizer
+        assert (made.partition_count, made.bit16_groups()) == (3, "own")
+        assert made.defaults is own.defaults
+        assert not hasattr(made, "fp16_groups")
+
+    zf.simulate(2, main)
+
+
+def test_the_data_parallel_group_is_that_of_torch_or_of_the_script() -> None:
+    def main(group: zf.Group) -> None:
+        assert engine_of(group, 1).data_parallel_group is group
+
+    zf.simulate(2, main)
+    engine = deepspeed.initialize(model=net(), config=config(1, **SGD))[0]
+    assert engine.data_parallel_group is deepspeed.utils.groups._get_data_parallel_group()

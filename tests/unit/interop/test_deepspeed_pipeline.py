@@ -593,6 +593,7 @@ def test_a_pipeline_counts_as_deepspeed_and_ends_its_own_steps() -> None:
         engine.train_batch(batches(0))
         assert (engine.global_steps, engine.micro_steps) == (1, 0)
         assert engine.global_samples == ROWS * MICRO
+        assert engine.data_parallel_group is engine.grid.get_data_parallel_group()
         with pytest.raises(OptionError, match="got managed_gradient_accumulation false"):
             made(group, config={"managed_gradient_accumulation": False})
 

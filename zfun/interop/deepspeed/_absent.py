@@ -33,9 +33,8 @@ _TABLE: Mapping[str, str] = {
     ),
     "use torch.utils.collect_env": "env_report",
     "train with initialize(), save with engine.save_16bit_model(), and serve the file": (
-        "inference model_implementations module_inject :init_inference :default_inference_config "
-        ":InferenceEngine :DeepSpeedInferenceConfig :replace_transformer_layer "
-        ":revert_transformer_layer"
+        "inference model_implementations module_inject :init_inference,default_inference_config,"
+        "InferenceEngine,DeepSpeedInferenceConfig,replace_transformer_layer,revert_transformer_layer"
     ),
     "use zf.stores.nvme, or offload_optimizer with device nvme": (
         "io nvme ops.aio ops.gds runtime.superoffload runtime.swap_tensor runtime.zenflow"
@@ -46,11 +45,10 @@ _TABLE: Mapping[str, str] = {
     "freeze the base with requires_grad_(False) and train adapters, as peft does": "linear",
     "build experts of plain modules, whole on each rank, or cut over ranks by "
     "zf.parallel.expert_parallel(loss, axis)": (
-        "moe utils:split_params_into_different_moe_groups_for_optimizer "
-        "utils:configure_moe_param_groups utils:has_moe_layers groups:expert_parallel "
-        "groups:expert_data_parallel "
-        "utils:is_moe_param_group utils:split_params_into_shared_and_expert_params "
-        "utils:split_params_grads_into_shared_and_expert_params groups:initialize"
+        "moe utils:split_params_into_different_moe_groups_for_optimizer,is_moe_param_group,"
+        "configure_moe_param_groups,has_moe_layers,split_params_into_shared_and_expert_params,"
+        "split_params_grads_into_shared_and_expert_params "
+        "groups:expert_parallel,expert_data_parallel,initialize"
     ),
     "log engine.get_global_grad_norm() and engine.get_lr() with your own logger": (
         "monitor engine:monitor"
@@ -74,9 +72,8 @@ _TABLE: Mapping[str, str] = {
         "runtime.pipe.schedule runtime.pipe.p2p"
     ),
     "use torch.profiler, torch.utils.flop_counter and zf.planner.timeline": (
-        "profiling engine:timers engine:engine_timers :EngineTimers "
-        "utils:SynchronizedWallClockTimer utils:ThroughputTimer "
-        "utils:get_caller_func checkpointing:PROFILE_TIME"
+        "profiling engine:timers,engine_timers :EngineTimers checkpointing:PROFILE_TIME "
+        "utils:SynchronizedWallClockTimer,ThroughputTimer,get_caller_func"
     ),
     "test with isinstance(optimizer, torch.optim.Optimizer)": (
         "runtime.base_optimizer :DeepSpeedOptimizer runtime:DeepSpeedOptimizer"
@@ -99,11 +96,13 @@ _TABLE: Mapping[str, str] = {
     "use torch.func.hvp on the loss": "runtime.eigenvalue",
     "use the engine that initialize() returns; its optimizer is engine.optimizer": (
         "runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer utils.mixed_precision_linkage "
-        ":DeepSpeedOptimizerCallable :DeepSpeedSchedulerCallable zero:DeepSpeedZeroOptimizer "
-        "zero:DeepSpeedZeroOptimizer_Stage3 zero:FP16_DeepSpeedZeroOptimizer "
-        "zero:FP16_DeepSpeedZeroOptimizer_Stage3 runtime:ZeROOptimizer"
+        ":DeepSpeedOptimizerCallable,DeepSpeedSchedulerCallable runtime:ZeROOptimizer "
+        "zero:DeepSpeedZeroOptimizer,DeepSpeedZeroOptimizer_Stage3,FP16_DeepSpeedZeroOptimizer,"
+        "FP16_DeepSpeedZeroOptimizer_Stage3"
     ),
-    "read engine.cur_scale, and write fp16 into the configuration": "runtime.fp16.loss_scaler",
+    "read engine.cur_scale, and write fp16 into the configuration": (
+        "runtime.fp16.loss_scaler engine.optimizer:loss_scaler"
+    ),
     "generate with engine.generate(), in the training engine": (
         "runtime.hybrid_engine :DeepSpeedHybridEngine config:HybridEngineConfig"
     ),
@@ -145,7 +144,30 @@ _TABLE: Mapping[str, str] = {
     "use torch.distributed": "comm:TorchBackend",
     "use a dataclass": "config:DeepSpeedConfigModel",
     "use zfun.interop.solve_batch": "config:ElasticityConfig",
-    "call backward() and step(), which sum over the ranks": "engine:allreduce_gradients",
+    "call backward() and step(), which sum over the ranks": (
+        "engine:allreduce_gradients engine.optimizer:reduce_gradients,"
+        "overlapping_partition_gradients_reduce_epilogue,independent_gradient_partition_epilogue"
+    ),
+    "read values with utils.safe_get_full_fp32_param or utils.safe_get_local_fp32_param, and "
+    "parameters with engine.module.named_parameters()": (
+        "engine.optimizer:bit16_groups,bit16_groups_flat,bf16_groups,bf16_groups_flat,fp16_groups,"
+        "fp16_groups_flat,fp16_partitioned_groups,fp16_partitioned_groups_flat,fp32_groups,"
+        "fp32_groups_flat,fp32_groups_flat_partition,fp32_partitioned_groups_flat,param_names,"
+        "single_partition_of_fp32_groups,partition_count,partition_size,get_full_hp_param"
+    ),
+    "call engine.save_checkpoint() on all ranks": (
+        "engine:_save_checkpoint,_create_checkpoint_file,_save_zero_checkpoint,"
+        "_create_zero_checkpoint_files engine.optimizer:checkpoint_event_prologue,"
+        "checkpoint_event_epilogue"
+    ),
+    "call engine.load_checkpoint() on all ranks": "engine:_load_checkpoint,_load_zero_checkpoint",
+    "read engine.config, which is as written, or DeepSpeedConfig(engine.config)": "engine:_config",
+    "read engine.data_parallel_group": (
+        "engine:seq_data_parallel_group engine.optimizer:dp_process_group,real_dp_process_group"
+    ),
+    "call engine.set_lr() and engine.get_lr()": "engine.optimizer:set_lr,get_lr",
+    "call engine.gradient_clipping()": "engine.optimizer:clip_grad",
+    "read engine.optimizer.overflow": "engine.optimizer:check_overflow,has_overflow",
     "use engine.optimizer": "engine:basic_optimizer engine:client_optimizer",
     "use engine.lr_scheduler": "engine:client_lr_scheduler",
     "use torch.profiler": "engine:flops_profiler",
@@ -167,9 +189,14 @@ _TABLE: Mapping[str, str] = {
     "call get_accelerator().is_available()": "accelerator:is_current_accelerator_supported",
     "write gradient_clipping into the configuration": "utils:clip_grad_norm_",
     "use zf.optim.clip_by_global_norm": "utils:clip_tensors_by_global_norm",
-    "use safe_get_full_grad": "utils:get_full_hp_grad",
+    "use safe_get_full_grad": (
+        "utils:get_full_hp_grad engine.optimizer:averaged_gradients,get_fp32_grad_for_param,"
+        "get_fp32_grad_partitions"
+    ),
     "use safe_get_full_fp32_param": "utils:get_full_hp_param",
-    "use engine.get_global_grad_norm()": "utils:get_global_norm",
+    "use engine.get_global_grad_norm()": (
+        "utils:get_global_norm engine.optimizer:scaled_global_norm,get_grad_norm_direct"
+    ),
     "use zf.reductions.global_norm": "utils:get_weight_norm utils:get_global_norm_of_tensors",
     "use engine.get_global_grad_norm(), or zf.reductions.global_norm": "utils:get_grad_norm",
     "use torch.cuda.memory_summary": "utils:memory_status",
@@ -188,10 +215,10 @@ _TABLE: Mapping[str, str] = {
         "accelerator.supa_accelerator accelerator.xpu_accelerator"
     ),
     "read RANK, LOCAL_RANK and WORLD_SIZE from the environment": (
-        "comm:get_local_rank_from_launcher comm:get_world_rank_from_launcher "
-        "comm:get_world_size_from_launcher comm:mpi_discovery"
+        "comm:get_local_rank_from_launcher,get_world_rank_from_launcher,"
+        "get_world_size_from_launcher,mpi_discovery"
     ),
-    "generate with engine.generate()": ("zero:unwrap_model_for_generation"),
+    "generate with engine.generate()": "zero:unwrap_model_for_generation",
     "call estimate_zero2_model_states_mem_needs_all_live or the form for stage 3": (
         "zero:estimate_zero2_model_states_mem_needs zero:estimate_zero3_model_states_mem_needs"
     ),

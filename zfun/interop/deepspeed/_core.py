@@ -16,11 +16,14 @@ from zfun import optim
 from zfun.collectives import Group, broadcast
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop._configured import zero_options
+from zfun.interop._named import settle_masters
+from zfun.interop.deepspeed._absent import refusal
 from zfun.interop.deepspeed._scales import go_on, set_scale
 from zfun.interop.deepspeed._settings import Settings
 from zfun.interop.deepspeed.runtime.zero import _owners
 from zfun.interop.engine import Engine
 from zfun.interop.engine._reads import alive, live_of
+from zfun.interop.engine._values import leaves_of
 from zfun.parallel import Pipeline
 from zfun.sources import Deferred
 
@@ -168,6 +171,7 @@ def offload_of(module: nn.Module) -> SimpleNamespace:
         forward_hooks=[],
         backward_hooks=[],
         param_groups=[],
+        empty_partition_cache=lambda: None,
         _register_deepspeed_module=lambda module: None,
     )
 
@@ -195,7 +199,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        try:
+            return getattr(self.optimizer, name)
+        except AttributeError:
+            raise refusal("engine.optimizer", name, dict.fromkeys(dir(type(self)))) from None
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptionError(
@@ -244,6 +251,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
+    @property
+    def _global_grad_norm(self) -> float | None:
+        # Loops that log the norm read it here.
+        return self._owner()._grad_norm
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Keep one loss scale from now on, whatever steps, assignments and loads say."""
         set_scale(self._owner(), loss_scale, stays=True)
@@ -264,6 +276,25 @@ class EngineOptimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Compute the gradients of a loss, as ``engine.backward`` does."""
         self._owner().backward(loss, retain_graph=retain_graph)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Move parts of the state to host memory, as ``engine.offload_states`` does."""
+        self._owner().offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the state back that :meth:`offload_states` has moved."""
+        self._owner().reload_states(non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no gathered parameter outlives a call."""
+
+    def refresh_fp32_params(self) -> None:
+        """Round the master weights to the values of their parameters.
+
+        Writes to parameters and loads need no call: master weights follow, and keep their digits.
+        """
+        state = self._owner()._core.state
+        settle_masters(state, leaves_of(state), keeps_digits=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which is trained from the next call of the module on."""

@@ -50,6 +50,7 @@ class DeepSpeedEngine(SavedEngine):
             ``None`` for a model that is not trained.
         lr_scheduler: steps with the engine; ``None`` if there is none.
         training_dataloader: of ``training_data``; ``None`` if there is none.
+        data_parallel_group: of ``torch.distributed``, or that of the ``mpu`` or of the pipeline.
         global_steps: boundaries so far, skipped steps included.
         global_samples: samples of these steps, over all ranks; without
             ``managed_gradient_accumulation``, those of the calls of :meth:`backward`.
@@ -74,6 +75,7 @@ class DeepSpeedEngine(SavedEngine):
         self._settings = settings
         self.config = settings.config
         self._group = self._ranks = group
+        self.data_parallel_group: Any = group
         set_dtypes(module, settings.values)
         self._core = made(module, settings, group, values or {}, loss)
         optimizer = settings.optimizer

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from zfun.errors import OptionError
+from zfun.interop.deepspeed import comm
 from zfun.interop.deepspeed._core import freed
 from zfun.interop.deepspeed._engine import DeepSpeedEngine
 from zfun.interop.deepspeed._pipeline import PipelineEngine
@@ -118,6 +119,7 @@ def initialize(
     with taken(model), freed(model) as values:
         settings = settings_of(model, chosen, group.size, **given)
         engine = DeepSpeedEngine(model.to(device), settings, group, values=values, **places)
+    engine.data_parallel_group = comm.get_world_group() if ranks is None else ranks
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
