@@ -120,7 +120,8 @@ def run(group: zf.Group, stage: int, pp: int, **options: Any) -> Numbers:
     losses = [float(engine.train_batch(data_iter=data)) for _ in range(STEPS)]
     evaluated = float(engine.eval_batch(batches(rank, 500)))
     assert (engine.global_steps, engine.is_first_stage()) == (STEPS, engine.stage_id == 0)
-    return Numbers(losses, engine.get_global_grad_norm(), engine.module_state_dict(), evaluated)
+    norm = float(engine.get_global_grad_norm())
+    return Numbers(losses, norm, engine.module_state_dict(), evaluated)
 
 
 class Plain(nn.Module):
