@@ -172,18 +172,30 @@ def with_leaves(state: ZeroState, leaves: Mapping[str, Tensor]) -> ZeroState:
     wide = {name: x for name, x in leaves.items() if x.dtype != dtypes.get(name)}
     # Ranks of one host may share the buffers of whole parameters.
     barrier(ranks)
-    for master in masters_of(state.opt_state):
-        write_leaves(master, wide)
+    masters = {id(x): write_leaves(x, wide) for x in masters_of(state.opt_state)} if wide else {}
     params = write_leaves(state.params, leaves)
     frozen, buffers = (
         None if flat is None else write_leaves(flat, leaves)
         for flat in (state.frozen, state.buffers)
     )
     barrier(ranks)
-    return state._replace(params=params, frozen=frozen, buffers=buffers)
+    state = state._replace(params=params, frozen=frozen, buffers=buffers)
+    return with_flats(state, masters)
 
 
-def settle_masters(state: ZeroState, names: Collection[str], *, keeps_digits: bool = True) -> None:
+def with_flats(state: ZeroState, written: Mapping[int, Flat]) -> ZeroState:
+    """Return a state with other flats in the optimizer's state, by the identity of the old ones.
+
+    A store may keep a buffer that is put again apart from the old one.
+    """
+    swap = lambda x: written.get(id(x), x)
+    opt_state = tree.map(swap, state.opt_state, is_leaf=lambda x: isinstance(x, Flat))
+    return state._replace(opt_state=opt_state)
+
+
+def settle_masters(
+    state: ZeroState, names: Collection[str], *, keeps_digits: bool = True
+) -> ZeroState:
     """Give master weights the values of leaves.
 
     With ``keeps_digits`` those stay that round to these, so code may write the values that a
@@ -192,6 +204,7 @@ def settle_masters(state: ZeroState, names: Collection[str], *, keeps_digits: bo
     """
     params = stores.resident(state.params)
     spans = {span.path: span for span in leaf_spans(params) if span.path in names}
+    written: dict[int, Flat] = {}
     for master in masters_of(state.opt_state):
         values: dict[str, Tensor] = {}
         for span in leaf_spans(master):
@@ -201,7 +214,8 @@ def settle_masters(state: ZeroState, names: Collection[str], *, keeps_digits: bo
                 is_here = own.start <= first and last <= own.stop
                 assert is_here or first == last, "a rank with a master weight has the parameter"
                 values[span.path] = params.buffers[own.bucket][first:last]
-        write_leaves(master, values, local=True, keeps_digits=keeps_digits)
+        written[id(master)] = write_leaves(master, values, local=True, keeps_digits=keeps_digits)
+    return with_flats(state, written)
 
 
 def masters_of(state: Any) -> Iterator[Flat]:

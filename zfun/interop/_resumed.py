@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zfun.flat import flats
-from zfun.interop._named import apart, masters_of, write_leaves
+from zfun.interop._named import apart, masters_of, with_flats, write_leaves
 from zfun.interop.engine import Engine
 from zfun.interop.engine._values import whole_values
 from zfun.optim import averages_of
@@ -39,9 +39,12 @@ def _follow(engine: Engine, *, averages: bool) -> None:
     state = engine.state
     copies = [*masters_of(state.opt_state)]
     copies += flats([x.average for x in averages_of(state.opt_state)]) if averages else []
+    written = {id(flat): flat for flat in copies}
     for flat in copies:
         for slot in flat.layout.leaves:
-            write_leaves(flat, whole_values(state, {slot.path}), keeps_digits=True)
+            value = whole_values(state, {slot.path})
+            written[id(flat)] = write_leaves(written[id(flat)], value, keeps_digits=True)
+    engine.state = with_flats(state, written)
 
 
 @contextlib.contextmanager

@@ -802,7 +802,7 @@ def test_methods_of_the_optimizer_are_those_of_the_engine(stage: int) -> None:
         assert rows == wanted
 
 
-@pytest.mark.parametrize("device", ["none", "cpu"])
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_master_weights_are_those_of_written_and_loaded_parameters(
     stage: int, device: str, tmp_path: Path

@@ -293,8 +293,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Writes to parameters and loads need no call: master weights follow, and keep their digits.
         """
-        state = self._owner()._core.state
-        settle_masters(state, leaves_of(state), keeps_digits=False)
+        core = self._owner()._core
+        state = core.state
+        core.state = settle_masters(state, leaves_of(state), keeps_digits=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which is trained from the next call of the module on."""

@@ -86,7 +86,7 @@ class HeldModule:
         """Let master weights know what code has written into parameters since the last step."""
         self._live.settle_views()
         if self._written:
-            settle_masters(self._state, self._written)
+            self._state = settle_masters(self._state, self._written)
             self._written = frozenset()
 
     @contextlib.contextmanager
