@@ -685,7 +685,7 @@ def test_the_state_dict_of_the_optimizer_goes_on_bitwise(kind: str) -> None:
             x, y = batch(micro, group.rank, group.size)
             engine.backward(error(engine(x.to(dtype)).float(), y))
             engine.step()
-        return weights(engine), engine.get_global_grad_norm()
+        return weights(engine), float(engine.get_global_grad_norm())
 
     def main(group: zf.Group, stage: int) -> None:
         engine = begun(group, stage)

@@ -144,7 +144,7 @@ def test_a_scale_counts_where_it_is_set_before_backward(stage: int) -> None:
             engine.optimizer.loss_scale = other
         engine.backward(loss)
         engine.step()
-        return weights(engine), engine.get_global_grad_norm()
+        return weights(engine), float(engine.get_global_grad_norm())
 
     found = [zf.simulate(2, functools.partial(main, other=x)) for x in (None, 16.0)]
     torch.testing.assert_close(found[1], found[0])
