@@ -332,13 +332,15 @@ def _watched(func: Callable[..., Any], first: Any, args: Any, kwargs: Any, found
 
 def _watch_others(args: Any, given: Any, found: Any) -> None:
     """Notice later writes to the memory of parameters that an operation does not take first."""
+    if torch.compiler.is_compiling():
+        return
     # Such operations are no detach(), so autograd knows what is a view.
     views = [
         x
         for x in _several(found)
         if isinstance(x, Tensor) and (x._is_view() or any(x is y for y in given[0]))
     ]
-    if not views or torch.compiler.is_compiling():
+    if not views:
         return
     for x, read in zip(tree.leaves(args), tree.leaves(given), strict=True):
         if isinstance(x, _LiveTensor) and x._own is None and x._live.bound is None:
