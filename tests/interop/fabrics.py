@@ -47,9 +47,11 @@ def shared_rows(fabric: Fabric, count: int) -> Tensor:
 
 def of(fabric: Fabric, *modules: nn.Module) -> list[Any]:
     """Values to compare: under DDP rank 0 has the buffers of all ranks."""
+    values = [dict(module.state_dict()) for module in modules]
     if fabric.global_rank == 0:
-        return [dict(module.state_dict()) for module in modules]
-    return [{name: x.detach().clone() for name, x in m.named_parameters()} for m in modules]
+        return values
+    pairs = zip(modules, values, strict=True)
+    return [{name: own[name].clone() for name, _ in m.named_parameters()} for m, own in pairs]
 
 
 def accumulation(fabric: Fabric) -> Any:
