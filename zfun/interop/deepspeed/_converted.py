@@ -19,7 +19,7 @@ from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers
 from zfun.sources import TrainingState
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-# What DeepSpeed leaves out of the client state.
+# The keys of a model's file that DeepSpeed does not return as client state.
 _OWN = (
     *COUNTERS,
     *("sparse_tensor_module_names", "dp_world_size", "mp_world_size", "data_sampler"),

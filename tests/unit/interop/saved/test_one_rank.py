@@ -1,4 +1,4 @@
-"""What one rank reads or writes alone at stage 3 pairs with no collective of the others."""
+"""A read or write of one rank alone at stage 3 pairs with no collective of the others."""
 
 from __future__ import annotations
 
