@@ -122,6 +122,17 @@ def gathered_once(engines: Iterable[Any], call: str = "") -> Iterator[None]:
             engine._whole = None
 
 
+def write_state(engine: Any, values: Mapping[str, Tensor]) -> None:
+    """Write whole values into the state of an engine, and into those of :func:`gathered_once`.
+
+    A dict that code made of these has the new values, as that of a plain module would.
+    """
+    held, engine._state = at_hand(engine), with_leaves(engine._state, values)
+    for name in values.keys() & held.keys():
+        held[name].copy_(values[name])
+    engine._whole = Gathered(engine._state.params, held) if held else None
+
+
 def with_values(
     module: nn.Module, state: ZeroState, values: Mapping[str, Any], *, strict: bool = True
 ) -> ZeroState:

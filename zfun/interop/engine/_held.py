@@ -23,8 +23,8 @@ from zfun.interop._named import (
     settle_masters,
     state_dict_of,
     whole_by_bucket,
-    with_leaves,
     with_values,
+    write_state,
 )
 from zfun.interop.engine._calls import Calls
 from zfun.interop.engine._groups import ParamGroups
@@ -264,8 +264,7 @@ class HeldModule:
         self._live.check_read()
         sent = {name: x.detach().contiguous() for name, x in values.items()}
         values = broadcast(sent, sum_group(self._group), 0, name=f"a write of {min(sent)}")
-        held, self._state = at_hand(self), with_leaves(self._state, values)
-        self._whole = Gathered(self._state.params, held | values) if held else None
+        write_state(self, values)
         self._written |= values.keys()
         self._show()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.distributed import processes
@@ -108,6 +109,8 @@ def hooked(group: Group, zero: int | None, read: str, folder: str) -> Any:
         with torch.no_grad():
             loop.second.weight.mul_(2.0)  # on all ranks
         note(models)
+        if accelerator.is_main_process:  # DDP's other ranks have buffers of their own
+            found.extend(x.clone() for values in weights for x in values.values())
 
     def load(models: Any, input_dir: str) -> None:
         note(models)
@@ -121,6 +124,8 @@ def hooked(group: Group, zero: int | None, read: str, folder: str) -> Any:
     loop.train(2)
     accelerator.save_state(f"{folder}/{zero}")
     accelerator.wait_for_everyone()
+    for file in sorted(Path(folder, str(zero)).glob("*.safetensors")):
+        found.extend(load_file(file).values())
     loop.train(2)
     accelerator.load_state(f"{folder}/{zero}")
     loop.train(2)
