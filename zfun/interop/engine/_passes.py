@@ -19,7 +19,6 @@ from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
 from zfun.interop.engine._running import run_backward, run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
-from zfun.interop.engine._watched import stale_check
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
 from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
@@ -111,12 +110,8 @@ class Passes(HeldModule):
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Take whole values of leaves from rank 0; every rank must call."""
         super().write(values)
-        trained = values.keys() & set(self._state.params.layout.paths)
         for tape in self._open_tapes():
-            tape.outdate(values.keys() - trained)
-            if trained and self._is_sharded:
-                # Backward may gather the new value, or have the old one.
-                tape.check = stale_check(min(trained))
+            tape.outdate(values.keys())
 
     def _count(self, total: Tensor, weight: Any, scale: float) -> None:
         self._sum.count(total, weight, scale)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from zfun import ops
 from zfun.errors import PlacementError
-from zfun.transforms import Tape
 from zfun.transforms.call._lazy import outside_inference_mode
-from zfun.transforms.call._written import outdated
 
 # As many values are watched at a time.
 _MAX_WATCHED = 4096
@@ -219,16 +217,6 @@ def checksum(value: Tensor) -> int:
     for piece in words.split(_PIECE):
         total = total * _FACTOR + (piece * places[: len(piece)]).sum()
     return int(total)
-
-
-def stale_check(name: str) -> Callable[[Tape], None]:
-    """Return a function that refuses a pass through a parameter that has another value now."""
-
-    def check(tape: Tape) -> None:
-        del tape
-        raise outdated(name)
-
-    return check
 
 
 def refuse_old(name: str, param: Tensor) -> None:

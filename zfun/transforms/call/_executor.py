@@ -42,7 +42,7 @@ class CallParams(Protocol):
         ...
 
     def outdate(self, paths: Collection[str]) -> None:
-        """Code has written these frozen leaves since forward."""
+        """Code has written these leaves since forward."""
         ...
 
     def leave_views(self) -> None:
@@ -91,8 +91,12 @@ class WholeParams:
         """Nothing is gathered."""
 
     def outdate(self, paths: Collection[str]) -> None:
-        """Leave these leaves out, whose versions change."""
+        """Let autograd refuse these leaves where backward needs them, as it compares versions."""
         self._old.update(paths)
+        for views, slots in zip(self._views, self._slots, strict=True):
+            for view, slot in zip(views, slots, strict=True):
+                if slot.path in paths and (left := view.own()) is not None:
+                    torch.autograd.graph.increment_version(left)
 
     def begin_backward(self) -> None:
         """Nothing was gathered."""
@@ -120,14 +124,14 @@ class WholeParams:
 class _LeftView:
     """A view that the graph or the caller keeps; nobody writes to a view that is gone."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("own",)
 
     def __init__(self, view: Tensor) -> None:
-        self._ref = weakref.ref(view)
+        self.own = weakref.ref(view)
 
     @property
     def _version(self) -> int:
-        view = self._ref()
+        view = self.own()
         return 0 if view is None else view._version
 
 
@@ -152,7 +156,7 @@ class Executor:
             params.diverge()
 
     def outdate(self, paths: Collection[str]) -> None:
-        """Code has written these frozen leaves since forward."""
+        """Code has written these leaves since forward."""
         for params in self._params:
             params.outdate(paths)
 
