@@ -15,9 +15,10 @@ from zfun import stores, tree
 from zfun.collectives import Group, all_reduce, gather_json, sum_group
 from zfun.errors import OptionError
 from zfun.flat import Flat, leaf_spans, ravel
+from zfun.interop._named import named
 from zfun.placement import P, S
 from zfun.reductions import global_norm
-from zfun.transforms import add_grads, redistribute, scale_grads
+from zfun.transforms import add_grads, redistribute, scale_grads, unshard
 
 # The bits of a digest of what ranks must have alike.
 _BITS = 16
@@ -133,6 +134,14 @@ class GradSum:
         if any(map(operator.and_, ones, zeros)):
             _check_alike(alike, self._mesh)
         return Told(summed[:first].view(-1, 2), found[: len(flags)])
+
+    def give(self) -> dict[str, Tensor]:
+        """Let go of whole gradients by name, of leaves that any rank used; every rank must call."""
+        grads: Any = self.grads
+        leaves = [slot.path for slot in grads.layout.leaves]
+        used = self.told([path not in grads.missed for path in leaves]).flags
+        whole, self.grads = named(unshard(grads)), None
+        return {path: whole[path] for path, is_used in zip(leaves, used, strict=True) if is_used}
 
     def add_strays(self, strays: Mapping[str, Tensor], params: Flat, *, divided: bool) -> None:
         """Add gradients that backward has left in tensors of this rank; every rank must call.

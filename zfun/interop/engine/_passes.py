@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfun import ops
 from zfun.errors import ZfunError
 from zfun.flat import Flat
-from zfun.interop._named import named
 from zfun.interop.engine._grad_sum import GradSum, Told, alike_in
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
@@ -21,7 +21,7 @@ from zfun.interop.engine._running import run_backward, run_by, running_engine
 from zfun.interop.engine._values import deferred_values, leaves_of, whole_values
 from zfun.recipes import StepInfo, Zero, ZeroState
 from zfun.sources import Deferred
-from zfun.transforms import Tape, WeightedMean, scale_grads, unshard
+from zfun.transforms import Tape, WeightedMean, scale_grads
 
 
 class Passes(HeldModule):
@@ -316,23 +316,26 @@ class Passes(HeldModule):
             self._sum.check_read(name, self)
         if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
             return None
+        held = self._held_grads()
         self._collected()
         self._drop_strays()
         self._sum.cut()
-        grads: Any = self._sum.grads  # with stray ones
-        leaves = [slot.path for slot in grads.layout.leaves]
-        used = self._sum.told([path not in grads.missed for path in leaves]).flags
-        shown = {path for path, is_used in zip(leaves, used, strict=True) if is_used}
-        whole = named(unshard(grads))
-        self._sum.grads = None
         self._taken.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            for path in shown:
-                param, grad = self._params[path], whole[path].detach()
+            for path, whole in self._sum.give().items():
+                # A version of its own tells what code writes.
+                param, grad = self._params[path], ops.apart(whole.detach())
                 param.grad_dtype = None  # 16 bits may not hold what 32 bits have
-                param.grad = grad.to(torch.promote_types(grad.dtype, param.dtype))
+                grad = grad.to(torch.promote_types(grad.dtype, param.dtype))
+                param.grad = held[path].copy_(grad) if path in held else grad
                 self._shown[path] = weakref.ref(param.grad), param.grad._version
         return None
+
+    def _held_grads(self) -> dict[str, Tensor]:
+        """Return the tensors in ``.grad`` by name that a read has shown, which code may hold."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = ((name, ref()) for name, (ref, _) in self._shown.items())
+            return {name: x for name, x in found if x is not None and self._params[name].grad is x}
 
     def _is_shown(self, name: str) -> bool:
         """Whether ``.grad`` has no gradient of this rank alone."""

@@ -87,6 +87,27 @@ def penalty(loop: Any) -> None:
     (0.1 * loop.module.body.weight.square().sum()).backward()
 
 
+def grads_of(loop: Any) -> list[Tensor]:
+    return [x.grad for x in loop.module.parameters() if x.grad is not None]
+
+
+def halve_and_clamp(loop: Any) -> None:
+    for x in loop.module.parameters():
+        if x.grad is not None:
+            x.grad.mul_(0.5)
+    nn.utils.clip_grad_value_(loop.module.parameters(), 0.05)
+
+
+def write_held(loop: Any) -> Any:
+    """Gradients that code holds are those of the parameters, also after writes and reads."""
+    held = grads_of(loop)
+    held[0].mul_(2.0)
+    norms = [x.norm() for x in grads_of(loop)]
+    for grad in held:
+        grad.clamp_(-0.1, 0.1)
+    return norms, [x is y for x, y in zip(held, grads_of(loop), strict=True)]
+
+
 # The calls of a loop after each of the two passes of a step.
 ACTS: dict[str, list[list[Callable[[Any], Any]]]] = {
     "read last": [[], [read]],
@@ -97,6 +118,9 @@ ACTS: dict[str, list[list[Callable[[Any], Any]]]] = {
     "clips": [[clip], [clip]],
     "clip and read": [[clip, read], [clip_less]],
     "two bounds": [[clip, clip_less], [clip_less, clip, norm]],
+    "halved": [[], [halve_and_clamp, read]],
+    "halved first": [[halve_and_clamp], [halve_and_clamp]],
+    "held": [[write_held], [write_held, halve_and_clamp, write_held]],
 }
 
 
@@ -125,7 +149,12 @@ def assert_as_in_torch(
     def run(make: Callable[[nn.Module, Any, Any], Any]) -> Any:
         net, extra = Heads(), nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
         params = [*net.parameters(), *([extra] if strays else [])]
-        optimizer = torch.optim.AdamW(params, 0.1, weight_decay=0.5, eps=1e-2)
+        # Two groups, and so two buckets.
+        groups: list[Any] = [
+            {"params": [x for x in params if (x.dim() > 1) is is_matrix], "weight_decay": decay}
+            for is_matrix, decay in ((True, 0.5), (False, 0.0))
+        ]
+        optimizer = torch.optim.AdamW(groups, 0.1, eps=1e-2)
         loop = make(net, optimizer, extra if strays else None)
         return trained(loop, acts, extra if strays else None), extra.detach().clone()
 
