@@ -130,6 +130,14 @@ def test_params_may_lie_anywhere(tmp_path: Path) -> None:
         checkpoint.training_state(tmp_path)
 
 
+def test_a_state_may_have_frozen_parameters_alone(tmp_path: Path) -> None:
+    zf.save(tmp_path, {"params": {}, "frozen": {"w": torch.ones(2)}, "step": 3}, step=3)
+    found = checkpoint.training_state(tmp_path)
+    assert torch.equal(found.params["w"].load(), torch.ones(2))
+    assert (list(found.params), found.moments, found.step) == (["w"], {}, 3)
+    assert checkpoint.export(tmp_path, tmp_path / "model").num_leaves == 1
+
+
 def test_the_leaves_of_ranks_have_names_of_their_own(tmp_path: Path) -> None:
     zf.simulate(
         2,

@@ -111,7 +111,8 @@ def training_state(
     everything = _leaves(directory, manifest, of_rank_0=True)
     above = "" if params == "." else params.rpartition(".")[0] or "."
     found = _beneath(everything, params, manifest.masters if masters else {})
-    if not found:
+    frozen = _beneath(everything, join(above, "frozen"), {}) if above else Source({}, directory)
+    if not found and not frozen:
         known = ", ".join(sorted({name.split(".")[0] for name in everything})[:8]) or "no leaves"
         raise CheckpointError(
             f"params= is the path of the parameters in the saved state; got {params!r} for "
@@ -119,8 +120,7 @@ def training_state(
             path=directory,
         )
     if not above:
-        return TrainingState(found, Source({}, directory), {}, manifest.step, _values(manifest))
-    frozen = _beneath(everything, join(above, "frozen"), {})
+        return TrainingState(found, frozen, {}, manifest.step, _values(manifest))
     buffers = _beneath(everything, join(above, "buffers"), {})
     moments = _by_slot(_beneath(everything, join(above, "opt_state"), {}), found)
     applied = manifest.values.get(join(above, "num_applied"), manifest.step)

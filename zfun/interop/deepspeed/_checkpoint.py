@@ -207,6 +207,7 @@ class SavedEngine(nn.Module):
             ]
             groups.check_saved(state.opt_state, numbers)
             if saved.is_own:
+                _converted.check_trained(saved)
                 # DeepSpeed leaves the random generators as they are.
                 kept = None if custom_load_fn is None else _converted.is_weight
                 self._core.load(path, keeps_frozen=left_out, rng=False, reset=kept)

@@ -148,6 +148,13 @@ def take_optimizer(
         core.state = core.state._replace(loss_scale=scale._replace(**new))
 
 
+def check_trained(saved: Opened) -> None:
+    """Refuse an engine's checkpoint without the optimizer that a load goes on with."""
+    # Earlier checkpoints have the rates in place of the groups.
+    if not (zero_to_fp32.unpacked(saved.data.get("groups", {})) or saved.data.get("lr")):
+        raise _refused(f"{saved.state.params.origin}, of an engine without an optimizer")
+
+
 def _refused(what: str) -> CheckpointError:
     return CheckpointError(
         "load_checkpoint() goes on with the optimizer of the saved run; got a checkpoint of "

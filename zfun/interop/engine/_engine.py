@@ -366,7 +366,8 @@ class Engine(Passes):
             return None
         # A writer may publish meanwhile, so ranks take the checkpoint that the first one sees.
         found, _ = attempt(lambda: trained_in(path, step))
-        if (first := agree(agreement_group(self._group), None, found)[0]) is None:
+        first = agree(agreement_group(self._group), None, found)[0]
+        if first is None or not first[1]:  # a run without an optimizer
             return None
         chosen, names = first
         held, before, labels = groups.held(), (self.recipe, self._state), groups.labels
