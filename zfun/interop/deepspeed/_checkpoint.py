@@ -13,7 +13,8 @@ from torch import nn
 
 from zfun import checkpoint
 from zfun.collectives import Group
-from zfun.errors import CheckpointError
+from zfun.errors import CheckpointError, SpecMismatch
+from zfun.flat import Flat
 from zfun.interop._named import answering
 from zfun.interop.deepspeed import _converted
 from zfun.interop.deepspeed._converted import COUNTERS
@@ -23,6 +24,9 @@ from zfun.interop.deepspeed.runtime.lr_schedules import Scheduled
 from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import CONFIGURED
+from zfun.interop.engine._values import deferred_values
+from zfun.sources import Source
+from zfun.transforms import shard
 
 
 class SavedEngine(nn.Module):
@@ -106,8 +110,9 @@ class SavedEngine(nn.Module):
         """Save the state, the counters and the scheduler; every rank must call.
 
         The client state is that of rank 0: numbers, text, lists, dicts and small tensors are kept
-        as they are, and others as a pickle. With ``exclude_frozen_parameters``, ``load_checkpoint``
-        leaves the parameters alone that are not trained, which are in the checkpoint all the same.
+        as they are, and others as a pickle. With ``exclude_frozen_parameters``, parameters that
+        require no gradient, and that no step has trained, are not in the checkpoint;
+        ``load_checkpoint(load_module_strict=False)`` leaves these alone.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder, scheduler, state = Path(save_dir), self.lr_scheduler, self._core.state
@@ -122,8 +127,9 @@ class SavedEngine(nn.Module):
             "ties": _ties(self.module),
             "not_persistent": _not_persistent(self.module),
         }
-        kept = state._replace(frozen=None) if exclude_frozen_parameters else state
-        checkpoint.save(folder / name, kept, keep=1, data=data)
+        if exclude_frozen_parameters:
+            state = state._replace(frozen=_needed(self._core, self._ranks))
+        checkpoint.save(folder / name, state, keep=1, data=data)
         write_script = lambda path: _write(path, zero_to_fp32.SCRIPT.encode())
         write_on_rank_0(self._ranks, folder / "zero_to_fp32.py", write_script)
         if save_latest:
@@ -195,7 +201,7 @@ class SavedEngine(nn.Module):
     ) -> list[dict[str, Any]]:
         """Load the weights, and the optimizer if whole; return the numbers of its groups."""
         found, state, groups = saved.state, self._core.state, self._settings.groups
-        left_out = state.frozen is not None and not found.params.keys() & state.frozen.layout.paths
+        left_out = self._left_out(found.params, strict and custom_load_fn is None)
         numbers: list[dict[str, Any]] = []
         has_weights = False
         load = lambda: {
@@ -209,8 +215,9 @@ class SavedEngine(nn.Module):
             if saved.is_own:
                 _converted.check_trained(saved)
                 # DeepSpeed leaves the random generators as they are.
-                kept = None if custom_load_fn is None else _converted.is_weight
-                self._core.load(path, keeps_frozen=left_out, rng=False, reset=kept)
+                is_own = lambda key: key.removeprefix("frozen.") in left_out
+                kept = is_own if custom_load_fn is None else _converted.is_weight
+                self._core.load(path, rng=False, reset=kept)
                 has_weights = custom_load_fn is None
             else:
                 # DeepSpeed's have other names too, which these groups do not know.
@@ -223,8 +230,23 @@ class SavedEngine(nn.Module):
             if custom_load_fn is not None:
                 # Master weights that the function does not write follow the parameters.
                 self._core.replace({})
-            self.load_module_state_dict(load(), strict and not left_out, custom_load_fn)
+            self.load_module_state_dict(load(), strict, custom_load_fn)
         return numbers
+
+    def _left_out(self, saved: Source, strict: bool) -> set[str]:
+        """Return the frozen parameters that a checkpoint lacks, and refuse any if strict."""
+        leaves, frozen = self._core.leaves, self._core.state.frozen
+        missing = set() if frozen is None else {*frozen.layout.paths} - saved.keys()
+        if any(x in leaves and leaves[x].requires_grad for x in missing):
+            return set()
+        if missing and strict:
+            raise SpecMismatch(
+                f"a strict load takes the whole model; got {saved.origin} without "
+                f"{min(missing)!r}, which save_checkpoint(exclude_frozen_parameters=True) leaves "
+                "out; pass load_module_strict=False to keep the engine's own values",
+                leaf=min(missing),
+            )
+        return missing
 
     def load_universal_checkpoint(self) -> bool:
         """Return ``False``: :meth:`load_checkpoint` takes any number of ranks as it is."""
@@ -250,6 +272,22 @@ class SavedEngine(nn.Module):
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _needed(core: Engine, ranks: Group) -> Flat | None:
+    """Return the frozen parameters that require a gradient; all ranks call.
+
+    A pipeline returns all frozen parameters, if one of them requires a gradient.
+    """
+    if (frozen := core.state.frozen) is None:
+        return None
+    own = {name: x for name, x in core.leaves.items() if name in frozen.layout.paths}
+    params = {name: x for name, x in own.items() if x.requires_grad}
+    if not any(checkpoint.agree(ranks, None, bool(params))):
+        return None
+    if "loss_fn" in core._options:
+        return frozen
+    return shard(deferred_values(core.state, params), frozen.group)
 
 
 def _groups(optimizer: Any) -> dict[str, dict[str, Any]]:

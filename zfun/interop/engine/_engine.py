@@ -304,7 +304,6 @@ class Engine(Passes):
         self,
         path: str | Path,
         *,
-        keeps_frozen: bool = False,
         keeps_groups: bool = False,
         **options: Any,
     ) -> Any:
@@ -315,7 +314,6 @@ class Engine(Passes):
 
         Args:
             path: of :meth:`save` or :func:`zfun.save`.
-            keeps_frozen: whether parameters that are not trained keep their values.
             keeps_groups: whether the optimizer's groups keep their numbers, such as ``lr``.
             options: of :func:`zfun.load`.
 
@@ -327,12 +325,12 @@ class Engine(Passes):
         if self.has_grads:
             self._gathered()
         try:
-            loaded = self._loaded(path, keeps_frozen, options)
+            loaded = self._loaded(path, options)
         except (PeerLost, CollectiveMismatch):
             raise
         except Exception:
             # Whatever the error of one rank, the others have a CheckpointError, and go on alike.
-            if (found := self._load_others(path, keeps_frozen, **options)) is None:
+            if (found := self._load_others(path, **options)) is None:
                 raise
             loaded = found
         data = loaded.data
@@ -344,22 +342,17 @@ class Engine(Passes):
         self._regroup()
         return data
 
-    def _loaded(
-        self, path: str | Path, keeps_frozen: bool, options: Mapping[str, Any]
-    ) -> checkpoint.Loaded[Any]:
+    def _loaded(self, path: str | Path, options: Mapping[str, Any]) -> checkpoint.Loaded[Any]:
         """Load a state that trains the leaves of this one."""
         state = self.state
         if self._groups is not None:
             is_number, kept = group_number(state), options.get("reset")
             reset = lambda key: is_number(key) or (kept is not None and kept(key))
             options = {**options, "reset": reset}
-        if not keeps_frozen:
-            return checkpoint.load(path, state, **options)
-        loaded = checkpoint.load(path, state._replace(frozen=None), **options)
-        return loaded._replace(state=loaded.state._replace(frozen=state.frozen))
+        return checkpoint.load(path, state, **options)
 
     def _load_others(
-        self, path: str | Path, keeps_frozen: bool, *, step: int | None = None, **options: Any
+        self, path: str | Path, *, step: int | None = None, **options: Any
     ) -> checkpoint.Loaded[Any] | None:
         """Load the state of a run that trains other leaves; ``None`` if there is none."""
         if (groups := self._groups) is None:
@@ -380,7 +373,7 @@ class Engine(Passes):
         try:
             self.recipe = self._composed()
             self._state = self.recipe.init(deferred_values(self._state, self._params, masters=True))
-            loaded = self._loaded(chosen, keeps_frozen, options)
+            loaded = self._loaded(chosen, options)
         except BaseException:
             groups.go_back(held)
             self.recipe, self._state = before
