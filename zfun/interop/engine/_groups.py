@@ -66,6 +66,8 @@ class ParamGroups:
         self._first: dict[str, dict[str, Any]] = {}
         # The names of the groups, by trained leaf.
         self.labels: dict[str, str] = {}
+        # The leaves that had moments before the first step, as Adagrad makes them.
+        self.begun: frozenset[str] = frozenset()
         # The state of the optimizer while an engine has the moments.
         self._moments: ShardedMoments | None = None
         # Of an average of the parameters, if there is one.
@@ -102,6 +104,8 @@ class ParamGroups:
         # Some classes keep numbers in the groups, and no moments.
         has_steps = bool(optimizer.state) or any(new is not x and new != x for new, x in pairs)
         own = torch.optim.Optimizer.state_dict(optimizer) if has_steps else None
+        begun = [id(p) for p, entry in optimizer.state.items() if entry.get("step") == 0]
+        self.begun = frozenset(self._names[p] for p in begun if p in self._names)
         self._moments = join(optimizer, engine, has_moments=own is not None)
         if own is not None:
             engine.load_optimizer_state(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -136,12 +137,41 @@ def join(optimizer: Any, engine: Any, *, has_moments: bool) -> ShardedMoments:
         state = None if owner is None else owner._state
         if state is None or not (has_moments or state.step):
             return []
-        has_any = any(map(is_flat, tree.leaves(state.opt_state, is_leaf=is_flat)))
-        return [p for group in optimizer.param_groups for p in group["params"]] if has_any else []
+        groups = optimizer.param_groups if _has_moments(state) else ()
+        return [p for group in groups for p in group["params"]]
 
-    vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict)
-    optimizer.state = ShardedMoments(params)
-    return optimizer.state
+    moments = ShardedMoments(params)
+    step = types.MethodType(_step_of(optimizer, held, moments), optimizer)
+    vars(optimizer).update(state_dict=state_dict, load_state_dict=load_state_dict, step=step)
+    optimizer.state = moments
+    return moments
+
+
+def _step_of(
+    optimizer: Any, held: Callable[[], Any], moments: ShardedMoments
+) -> Callable[..., Any]:
+    """Return ``step()`` of an optimizer, which makes moments as torch's checkpoints ask for them.
+
+    ``get_state_dict`` and ``set_state_dict`` of torch step an optimizer without moments, with the
+    rate 0 and gradients of zeros. Other steps are the optimizer's own, which find no moments.
+    """
+    own = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        owner = held()
+        is_own = owner is None or owner._state is None or self.state is not moments or closure
+        if is_own or len(moments) or any(group.get("lr", 1.0) for group in self.param_groups):
+            return own() if closure is None else own(closure)
+        if _has_moments(owner._state):
+            owner.step(boundary=True)
+        return None
+
+    vars(step).update(vars(own))  # a scheduler looks for its mark
+    return step
+
+
+def _has_moments(state: Any) -> bool:
+    return any(map(is_flat, tree.leaves(state.opt_state, is_leaf=is_flat)))
 
 
 def leave(optimizer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,13 @@ _MASTER = "master"
 _GIVEN = ".inner.given."
 
 
-def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[str, Tensor]]:
+def torch_numbers(
+    state: ZeroState, *, whole: bool = False, begun: Collection[str] = ()
+) -> dict[str, dict[str, Tensor]]:
     """Return the numbers that torch keeps for each tensor, by leaf: of those that took a step.
 
-    If ``whole``, also of the other leaves, and counts that torch does not keep.
+    Those in ``begun`` have moments before. If ``whole``, also of the other leaves, and counts that
+    torch does not keep.
     """
     parts = dict(zip(*parts_of(without_average(state.opt_state)[0]), strict=True))
     numbers: dict[str, dict[str, Tensor]] = {}
@@ -44,7 +47,7 @@ def torch_numbers(state: ZeroState, *, whole: bool = False) -> dict[str, dict[st
         count = int(parts[f"{owner}.count"]) if f"{owner}.count" in parts else 0
         for leaf in part.layout.paths:
             steps = count - state.missed.counts.get(leaf, 0)
-            if steps or whole:
+            if steps or whole or leaf in begun:
                 entry = numbers.setdefault(leaf, {})
                 entry |= {name: x.clone() for name, x in beside.items()}
                 entry |= {"step": torch.tensor(float(steps))} if counts else {}
@@ -56,7 +59,8 @@ def torch_state(state: ZeroState, groups: ParamGroups, *, whole: bool = False) -
 
     If ``whole``, of every leaf, and with master weights, which torch does not have.
     """
-    positions, entries = groups.positions(), torch_numbers(state, whole=whole)
+    positions = groups.positions()
+    entries = torch_numbers(state, whole=whole, begun=groups.begun)
     stepped = set(entries)
     for path, part in zip(*parts_of(without_average(state.opt_state)[0]), strict=True):
         field = _owner(path)[1]
