@@ -149,7 +149,7 @@ class SavedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` saved, at any stage and number of ranks.
 
-        Or what DeepSpeed saved at stages 1 to 3, as it is or after ``zf.checkpoint.convert``; its
+        Or what DeepSpeed saved, as it is or, of stages 1 to 3, after ``zf.checkpoint.convert``; its
         files run no code, so the client state lacks objects of other classes. Without
         ``load_optimizer_states`` counters and the scheduler are loaded too, and the next step has
         the rates of before, as in DeepSpeed; with ``load_module_only``, the weights alone are.
@@ -165,9 +165,10 @@ class SavedEngine(nn.Module):
         if (name := zero_to_fp32.tag_of(folder, tag)) is None:
             return None, None
         path = folder / name
-        saved = _converted.opened(path)
-        data, scheduler = saved.data, self.lr_scheduler
         is_whole = load_optimizer_states and not load_module_only
+        has_groups = self._settings.groups is not None
+        saved = _converted.opened(path, with_optimizer=is_whole and has_groups)
+        data, scheduler = saved.data, self.lr_scheduler
         numbers = self._load_state(saved, path, load_module_strict, is_whole, custom_load_fn)
         self._core.zero_grad()
         if is_whole:
@@ -204,6 +205,7 @@ class SavedEngine(nn.Module):
         left_out = self._left_out(found.params, strict and custom_load_fn is None)
         numbers: list[dict[str, Any]] = []
         has_weights = False
+        weights: dict[str, Any] | None = None
         load = lambda: {
             n: x.load() for n, x in zero_to_fp32.weights_of(found, found.params).items()
         }
@@ -225,12 +227,13 @@ class SavedEngine(nn.Module):
                     {name: x for name, x in own.items() if name in group}
                     for own, group in zip(numbers, groups.groups, strict=True)
                 ]
-                _converted.take_optimizer(self._core, saved, load(), numbers)
+                weights = load()
+                _converted.take_optimizer(self._core, saved, weights, numbers)
         if not has_weights:
             if custom_load_fn is not None:
                 # Master weights that the function does not write follow the parameters.
                 self._core.replace({})
-            self.load_module_state_dict(load(), strict, custom_load_fn)
+            self.load_module_state_dict(weights or load(), strict, custom_load_fn)
         return numbers
 
     def _left_out(self, saved: Source, strict: bool) -> set[str]:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from zfun import checkpoint, sources
-from zfun.errors import CheckpointError
+from zfun.errors import CheckpointError, SpecMismatch
 from zfun.interop._named import masters_of
 from zfun.interop.deepspeed.utils import zero_to_fp32
 from zfun.interop.engine import Engine
 from zfun.interop.engine._torch_states import TORCH_NAMES, torch_numbers
 from zfun.sources import TrainingState
+from zfun.sources.unsharded import Unsharded, optimizer_of
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # The keys of a model's file that DeepSpeed does not return as client state.
@@ -47,18 +48,22 @@ class Opened(NamedTuple):
         state: the parameters, buffers and moments.
         data: the counters, the scheduler and the client state, as an engine saves them.
         is_own: whether an engine saved it.
+        unsharded: the optimizer of DeepSpeed without ZeRO, which names no parameters.
     """
 
     state: TrainingState
     data: dict[str, Any]
     is_own: bool
+    unsharded: Unsharded | None = None
 
 
-def opened(path: Path) -> Opened:
+def opened(path: Path, *, with_optimizer: bool) -> Opened:
     """Open the directory of one tag."""
     if any(path.glob("*model_states.pt")):
         found = sources.deepspeed(path)
-        return Opened(found, _data_of(found.values, found.step), is_own=False)
+        own = optimizer_of(path) if with_optimizer else None
+        values = found.values if own is None else {**found.values, "optimizer": own.numbers}
+        return Opened(found, _data_of(values, found.step), is_own=False, unsharded=own)
     if not path.is_dir() or checkpoint.latest(path) is None:
         raise CheckpointError(
             f"load_checkpoint() takes a directory of save_checkpoint() and a tag; got {str(path)!r}"
@@ -98,47 +103,31 @@ def _data_of(values: Mapping[str, Any], step: int | None) -> dict[str, Any]:
 
 
 def take_optimizer(
-    core: Engine, saved: Opened, weights: Mapping[str, Tensor], numbers: Sequence[Any]
+    core: Engine, saved: Opened, weights: dict[str, Tensor], numbers: Sequence[Any]
 ) -> None:
     """Take the optimizer of DeepSpeed, and its loss scale; every rank must call.
 
     Args:
         core: the engine.
         saved: the checkpoint.
-        weights: its parameters, for master weights.
+        weights: its parameters, for master weights; gets those that the optimizer has.
         numbers: of the parameter groups; the engine's own stay where they are not there.
     """
     groups, found = core._torch_groups(), saved.state
-    positions, params = groups.positions(), itertools.count()
-    known = {name for entry in torch_numbers(core.state, whole=True).values() for name in entry}
-    origin = found.params.origin
-    if strange := known - {"step"}:
-        raise _refused(f"{origin}, without {min(strange)!r} of a parameter")
+    params, origin = itertools.count(), found.params.origin
     num_groups = len(zero_to_fp32.unpacked(saved.data["groups"]))
+    if not (num_groups or found.moments):
+        raise _refused(f"{origin}, without an optimizer")
     if num_groups not in (0, len(groups.groups)):
         raise _refused(f"{origin}, with {num_groups} parameter groups for {len(groups.groups)}")
-    first = {"step": torch.tensor(float(found.step))} if found.step is not None else {}
-    has_masters = next(masters_of(core.state.opt_state), None) is not None
-    entries: dict[int, dict[str, Tensor]] = {}
-    for path, moment in found.moments.items():
-        field = path.rpartition(".")[2]
-        here = {id(x) for leaf, x in moment.items() if leaf in positions}
-        for leaf, value in moment.items():
-            if id(value) not in here:
-                raise _refused(f"{origin}, with {path!r} of {leaf!r}, which is in no group")
-            if leaf not in positions:  # another name of a tied parameter
-                continue
-            entry = entries.setdefault(positions[leaf], dict(first))
-            entry[TORCH_NAMES.get(field, field)] = value.load()
-            if has_masters:
-                entry["master"] = weights[leaf].float()
+    entries = _entries(core, saved, weights)
     packed = [
         {**group, **own, "params": [next(params) for _ in group["params"]]}
         for group, own in zip(groups.groups, numbers, strict=True)
     ]
     try:
         core.load_optimizer_state({"state": entries, "param_groups": packed}, whole=True)
-    except CheckpointError as error:
+    except (CheckpointError, SpecMismatch) as error:
         raise _refused(f"{origin}: {error}") from error
     if (scale := core.state.loss_scale) is not None:
         own = {name: getattr(scale, name) for name in scale._fields}
@@ -146,6 +135,52 @@ def take_optimizer(
             name: torch.full_like(x, saved.data["scale"].get(name, x)) for name, x in own.items()
         }
         core.state = core.state._replace(loss_scale=scale._replace(**new))
+
+
+def _entries(core: Engine, saved: Opened, weights: dict[str, Tensor]) -> dict[int, Any]:
+    """Return moments and master weights in torch's form."""
+    positions, step = core._torch_groups().positions(), saved.state.step
+    first = {} if step is None else {"step": torch.tensor(float(step))}
+    found = _by_name(core, saved) if saved.unsharded is None else _by_place(core, saved)
+    has_masters = next(masters_of(core.state.opt_state), None) is not None
+    entries: dict[int, dict[str, Tensor]] = {}
+    for leaf, place in positions.items():
+        entry = found.get(place, {})
+        weights |= {leaf: entry.pop("master")} if "master" in entry else {}
+        # Stage 0 has master weights of frozen parameters too.
+        if entry or (place in found and leaf in core.state.params.layout.paths):
+            own = {"master": weights[leaf].float()} if has_masters else {}
+            entries[place] = {**first, **entry, **own}
+    return entries
+
+
+def _by_place(core: Engine, saved: Opened) -> dict[int, dict[str, Any]]:
+    """Return what stage 0 keeps of each parameter, by place."""
+    assert saved.unsharded is not None
+    size = sum(len(group["params"]) for group in core._torch_groups().groups)
+    if (count := len(saved.unsharded.places)) != size:
+        what = f"with {count} parameters in groups for {size}"
+        raise _refused(f"{saved.state.params.origin}, {what}")
+    return saved.unsharded.read()
+
+
+def _by_name(core: Engine, saved: Opened) -> dict[int, dict[str, Any]]:
+    """Return the moments that other stages keep, by place."""
+    found, positions = saved.state, core._torch_groups().positions()
+    origin, entries = found.params.origin, dict[int, dict[str, Any]]()
+    known = {name for entry in torch_numbers(core.state, whole=True).values() for name in entry}
+    if strange := known - {"step"}:
+        raise _refused(f"{origin}, without {min(strange)!r} of a parameter")
+    for path, moment in found.moments.items():
+        field = path.rpartition(".")[2]
+        here = {id(x) for leaf, x in moment.items() if leaf in positions}
+        for leaf, value in moment.items():
+            if id(value) not in here:
+                raise _refused(f"{origin}, with {path!r} of {leaf!r}, which is in no group")
+            if leaf in positions:  # else another name of a tied parameter
+                entry = entries.setdefault(positions[leaf], {})
+                entry[TORCH_NAMES.get(field, field)] = value.load()
+    return entries
 
 
 def check_trained(saved: Opened) -> None:

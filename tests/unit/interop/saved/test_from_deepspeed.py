@@ -93,8 +93,8 @@ def plainly(expected: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.shows(
     "`load_checkpoint` of a directory that DeepSpeed wrote",
     "right",
-    "of stages 1 to 3, and universal or converted ones: weights, moments, groups, schedules, "
-    "counters, loss scale, and the plain values of the client state",
+    "of all stages, and universal ones, and those of stages 1 to 3 converted: weights, moments, "
+    "groups, schedules, counters, loss scale, and the plain values of the client state",
 )
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize(
