@@ -165,7 +165,6 @@ _TABLE: Mapping[str, str] = {
     "read engine.data_parallel_group": (
         "engine:seq_data_parallel_group engine.optimizer:dp_process_group,real_dp_process_group"
     ),
-    "call engine.set_lr() and engine.get_lr()": "engine.optimizer:set_lr,get_lr",
     "call engine.gradient_clipping()": "engine.optimizer:clip_grad",
     "read engine.optimizer.overflow": "engine.optimizer:check_overflow,has_overflow",
     "use engine.optimizer": "engine:basic_optimizer engine:client_optimizer",

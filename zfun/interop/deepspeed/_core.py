@@ -256,6 +256,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         # Loops that log the norm read it here.
         return self._owner()._grad_norm
 
+    def get_lr(self) -> float:
+        """Return the rate of the first group."""
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the rate of each group, which counts at the next step."""
+        self._owner().set_lr(lr)
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Keep one loss scale from now on, whatever steps, assignments and loads say."""
         set_scale(self._owner(), loss_scale, stays=True)
