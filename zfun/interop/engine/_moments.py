@@ -155,7 +155,7 @@ def _step_of(
     ``get_state_dict`` and ``set_state_dict`` of torch step an optimizer without moments, with the
     rate 0 and gradients of zeros. Other steps are the optimizer's own, which find no moments.
     """
-    own = optimizer.step
+    own, before = optimizer.step, vars(optimizer).get("step")
 
     def step(self: Any, closure: Any = None) -> Any:
         owner = held()
@@ -166,7 +166,8 @@ def _step_of(
             owner.step(boundary=True)
         return None
 
-    vars(step).update(vars(own))  # a scheduler looks for its mark
+    # A scheduler looks for its mark; leave() takes what was before.
+    vars(step).update(vars(own), before=before)
     return step
 
 
@@ -178,6 +179,10 @@ def leave(optimizer: Any) -> None:
     """Let the state of an optimizer be its own, without moments."""
     for name in _STATE_DICTS:
         vars(optimizer).pop(name, None)
+    step = vars(optimizer).get("step")
+    if hasattr(step, "before"):
+        vars(optimizer).pop("step")
+        vars(optimizer).update({} if step.before is None else {"step": step.before})
     optimizer.state = defaultdict(dict)
 
 
