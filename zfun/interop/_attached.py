@@ -45,12 +45,6 @@ class ZeroedEngine(Engine):
         super().zero_grad(set_to_none)
         self._zeroed = zeroed
 
-    def step(self, *, boundary: bool | None = None) -> Any:
-        info = super().step(boundary=boundary)
-        if info is None and boundary and self._groups is not None:
-            self._groups.stepped()
-        return info
-
     def take_buffers(self, buffers: EngineBuffers) -> None:
         """Merge buffers of a module that has several engines."""
         self._buffers = buffers
@@ -349,7 +343,8 @@ def attach(
 
     def step(closure: Any = None) -> Any:
         check_last(engine)
-        loss = None if closure is None else closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         info = engine.step(boundary=True)
         # torch's GradScaler lets fused optimizers skip by themselves, and nobody hears of it.
         is_fused = getattr(inner, "_step_supports_amp_scaling", False)
@@ -384,10 +379,8 @@ def attach(
 
     if (module := live_of(engine.module)) is not None:
         module.keeper = engine  # a model may outlive its optimizer
-    # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
-    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
     inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
-    inner._zfun_engine, inner.step, inner.zero_grad = engine, step, zero_grad
+    inner._zfun_engine, inner.step, inner.zero_grad = engine, groups.hooked(step), zero_grad
     inner.state_dict, inner.load_state_dict = state_dict, load_state_dict
 
 

@@ -404,9 +404,10 @@ class Engine(Passes):
                 "step() takes the gradients of backward(); got none since the last step; call "
                 "engine.backward(loss) first"
             )
-        if not (self.is_boundary if boundary is None else boundary):
-            return None
-        self._check_step()
+        is_boundary = self.is_boundary if boundary is None else boundary
+        return self._hooked(self._update) if is_boundary else None
+
+    def _update(self) -> StepInfo | None:
         found, loss, told = self._collected(steps=True)
         if found is None:
             return None
@@ -421,8 +422,8 @@ class Engine(Passes):
             batch: for that loss, such as one of :func:`zfun.pipeline`.
         """
         self.prepare()
-        self._check_step()
-        return self._stepped(lambda state: self.recipe.step(state, batch), self._buffers.changes)
+        step = lambda state: self.recipe.step(state, batch)
+        return self._hooked(lambda: self._stepped(step, self._buffers.changes))
 
     def load_optimizer_state(self, given: Mapping[str, Any], *, whole: bool = False) -> None:
         """Take what ``state_dict()`` of a torch optimizer returns; every rank must call.

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zfun import optim
 from zfun.errors import CheckpointError, OptionError
@@ -68,6 +67,8 @@ class ParamGroups:
         self.labels: dict[str, str] = {}
         # The leaves that had moments before the first step, as Adagrad makes them.
         self.begun: frozenset[str] = frozenset()
+        # Whether the hooks of the optimizer are around what runs now.
+        self._is_hooked = False
         # The state of the optimizer while an engine has the moments.
         self._moments: ShardedMoments | None = None
         # Of an average of the parameters, if there is one.
@@ -312,20 +313,32 @@ class ParamGroups:
         own = [x for x in self._first if not x.startswith(_EXTRA)]
         return label or (own[0] if len(own) == 1 and name != "max_norm" else ""), name
 
-    def stepping(self) -> None:
-        """Run the hooks that come before a step, of all optimizers and of this one."""
-        optimizer = self.torch_optimizer
-        for hooks in (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks):
-            for hook in (*hooks.values(),):
-                hook(optimizer, (), {})
+    def hooked(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``step()`` for the optimizer: a function with the hooks of torch around it.
 
-    def stepped(self) -> None:
-        """Mark that the optimizer has stepped, for which schedulers ask; run the hooks after it."""
+        As in torch, hooks get the arguments, may replace them, and are around a closure too. An
+        engine's step that the function takes runs no hooks again.
+        """
         optimizer = self.torch_optimizer
-        optimizer._opt_called = True
-        for hooks in (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks):
-            for hook in (*hooks.values(),):
-                hook(optimizer, (), {})
+
+        def inside(_: Any, *args: Any, **kwargs: Any) -> Any:
+            self._is_hooked = True
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._is_hooked = False
+
+        around: Any = torch.optim.Optimizer.profile_hook_step(inside)
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            if self._is_hooked:
+                return step(*args, **kwargs)
+            optimizer._opt_called = True  # schedulers ask for it
+            return around(optimizer, *args, **kwargs)
+
+        # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
+        hooked._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+        return hooked
 
     def named(self) -> list[dict[str, Any]]:
         """Return the options of the groups, with names of parameters in place of tensors."""

@@ -257,14 +257,18 @@ class Passes(HeldModule):
                 found[name] = -value if now is None else now - value
         return found
 
-    def _check_step(self) -> None:
-        self._check_same()
-        self._live.check_unwritten()
-        self._check_here("a step", "parameters", "the optimizer's state")
-        self._check_writable("a step")
-        self._settle_masters()
-        if self._groups is not None:
-            self._groups.stepping()
+    def _hooked(self, step: Callable[[], Any]) -> Any:
+        """Check and take a step, with the hooks of the optimizer around both."""
+
+        def checked() -> Any:
+            self._check_same()
+            self._live.check_unwritten()
+            self._check_here("a step", "parameters", "the optimizer's state")
+            self._check_writable("a step")
+            self._settle_masters()
+            return step()
+
+        return checked() if self._groups is None else self._groups.hooked(checked)()
 
     def _stepped(
         self, step: Callable[[ZeroState], Any], new_buffers: Callable[[], Sequence[bool]]
@@ -282,8 +286,6 @@ class Passes(HeldModule):
         self.grad_norm = float(info.grad_norm)
         self._show()
         self._begin()
-        if self._groups is not None:
-            self._groups.stepped()
         return info
 
     def _end_calls(self) -> None:

@@ -300,19 +300,23 @@ class _Stepped:
 
     zfun_engine: FabricEngine
 
-    def step(self, closure: Any = None) -> Any:
-        """Step the engine."""
+    def _own_step(self, closure: Any = None) -> Any:
         check_last(self.zfun_engine)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.zfun_engine.step(boundary=True)
         return loss
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the engine."""
+        groups: Any = self.zfun_engine._groups
+        return groups.hooked(self._own_step)(*args, **kwargs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zfun_engine.zero_grad(set_to_none)
 
-    # A scheduler that wraps step() looks for its mark.
-    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
+    # A scheduler that wraps step() looks for its mark, and torch, which adds hooks, for another.
+    step._wrapped_by_lr_sched = step.hooked = True  # pyrefly: ignore[missing-attribute]
 
 
 def attach(optimizer: Any, engine: FabricEngine) -> None:

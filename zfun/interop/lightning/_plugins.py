@@ -124,7 +124,17 @@ class ZfunPrecision(Dtypes, Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward, and the step of the engine."""
+        """Run forward, backward and the step of the engine in the order of plain Lightning."""
+        gradients = functools.partial(self._gradients, optimizer, model, closure)
+        if self.precision != "16-mixed":
+            return optimizer.step(closure=gradients, **kwargs)
+        # A GradScaler takes no closure, so that hooks of the optimizer come after backward.
+        result = gradients()
+        optimizer.step(**kwargs)
+        return result
+
+    def _gradients(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any]) -> Any:
+        """Run forward and backward, and the hooks before the step."""
         result = closure()
         # Lightning leaves the gradients of fused optimizers as they are.
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -137,7 +147,6 @@ class ZfunPrecision(Dtypes, Precision):
                 "all ranks take every step, so training_step() returns a loss; got None; return "
                 "a loss of 0 times an output for a batch to skip"
             )
-        model.trainer.strategy.step(optimizer)
         return result
 
     def clip_gradients(

@@ -206,15 +206,13 @@ def check_trainer(trainer: Trainer) -> None:
             )
 
 
-def step_of(strategy: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return ``step()`` of an optimizer for a module that calls torch's own."""
+def step_of(strategy: Any, groups: ParamGroups) -> Any:
+    """Return ``step()`` of an optimizer for Lightning, and for a module that calls torch's own."""
 
     def step(closure: Any = None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
-        strategy.step(optimizer)
+        strategy.step(groups.optimizer)
         return result
 
-    # A scheduler that wraps step() looks for its mark, and may have wrapped it before.
-    step._wrapped_by_lr_sched = True  # pyrefly: ignore[missing-attribute]
-    return step
+    return groups.hooked(step)

@@ -149,9 +149,9 @@ class ZfunStrategy(DDPStrategy):
         values = _promised.values_of(module, device, seed) | self._values
         self._ranks = self._ranks or process_group()
         self._run = _runs.build(module, self._groups, self.recipe, self._ranks, values)
-        for optimizer in (one.optimizer for one in self._groups):
-            self._own_steps.append((optimizer, vars(optimizer).get("step")))
-            optimizer.step = _runs.step_of(self, optimizer)
+        for one in self._groups:
+            self._own_steps.append((one.optimizer, vars(one.optimizer).get("step")))
+            one.optimizer.step = _runs.step_of(self, one)
         self._values = {}
         self._is_live = True
         self.barrier()
@@ -241,8 +241,6 @@ class ZfunStrategy(DDPStrategy):
         configured = None if is_own or self.recipe is None else self.recipe.max_grad_norm
         run.engines[index].clip_norm = configured or UNBOUNDED
         self.last_step = run.step(index)
-        # Schedulers of torch ask whether the optimizer has stepped.
-        self._groups[index].optimizer._opt_called = True
 
     def clip(self, optimizer: TorchOptimizer, bound: float, *, by_value: bool) -> None:
         """Clip the gradients of an optimizer, by their norm or each element."""
