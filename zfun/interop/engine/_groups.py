@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zfun import optim
 from zfun.errors import CheckpointError, OptionError
 from zfun.interop._configured import Rule, check_made_anew, class_of, flags_of, rule_of, unwrapped
-from zfun.interop.engine._moments import ShardedMoments, check_functions, join, leave
+from zfun.interop.engine._moments import ShardedMoments, check_functions, check_once, join, leave
 from zfun.interop.engine._values import parts_of
 from zfun.optim import Optimizer
 from zfun.recipes import ZeroState
@@ -167,6 +167,7 @@ class ParamGroups:
         self._seen, self.labels, self._first = held
 
     def _label(self, names: Collection[str]) -> None:
+        check_once(self.groups, {key: name for key, name in self._names.items() if name in names})
         for index, group in enumerate(self.groups):
             for param in group["params"]:
                 name = self._names.get(id(param), "")

@@ -6,7 +6,7 @@ import contextlib
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 from zfun import tree
@@ -214,6 +214,21 @@ def check_functions(optimizer: Any) -> None:
                 f"{name}() of one {type(optimizer).__name__}; override it in a subclass, or use "
                 "the hooks of torch, such as register_step_pre_hook()"
             )
+
+
+def check_once(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+    """Refuse a parameter of some, by identity, that is twice in groups, which torch steps twice."""
+    places: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        for name in (names[id(param)] for param in group["params"] if id(param) in names):
+            if name in places:
+                raise OptionError(
+                    "a trained parameter has one place in the groups of an optimizer; got leaf "
+                    f"{name!r} in group {places[name]} and again in group {index}, as in a list of "
+                    "tied layers; pass each parameter once, such as [*dict.fromkeys(params)]",
+                    leaf=name,
+                )
+            places[name] = index
 
 
 def _module_of(function: Any) -> str:
