@@ -21,10 +21,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from zfun.interop.lightning._checkpoint import collate, read_directories
 from zfun.interop.lightning._fabric import ZfunFabricStrategy
 from zfun.interop.lightning._plugins import EmaAveraging, ZfunPrecision
+from zfun.interop.lightning._runs import register_elsewhere
 from zfun.interop.lightning._strategy import ZfunStrategy
 
 __all__ = ["EmaAveraging", "ZfunFabricStrategy", "ZfunPrecision", "ZfunStrategy", "collate"]
 
 ZfunStrategy.register_strategies(StrategyRegistry)
 ZfunFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+register_elsewhere(ZfunStrategy, "pytorch_lightning", "StrategyRegistry")
+register_elsewhere(ZfunFabricStrategy, "lightning_fabric", "STRATEGY_REGISTRY")
 read_directories()

@@ -68,6 +68,12 @@ class Dtypes(FabricPrecision):
 
 def precision_of(plugin: FabricPrecision) -> str:
     """Return the name of the dtypes of a plugin, and refuse a loss scale of its own."""
+    if not isinstance(plugin, FabricPrecision):
+        raise OptionError(
+            "a strategy of zfun works with the classes of the package lightning; got "
+            f"{type(plugin).__name__} of {type(plugin).__module__.partition('.')[0]}; make the "
+            "Trainer with import lightning.pytorch as pl, and a Fabric with lightning.fabric"
+        )
     scaler: Any = getattr(plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
         numbers = {name: x for name, x in scaler.state_dict().items() if name in GRAD_SCALER}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,6 +154,17 @@ def register_names(cls: type, registry: Any) -> None:
         words, more = f"{words}, with state in host memory", {"offload_parameters": True}
         options = {"stage": stage, "offload_optimizer": True, **(more if stage == 3 else {})}
         register(f"{name}_offload", cls, description=words, **options)
+
+
+def register_elsewhere(cls: type, package: str, registry: str) -> None:
+    """Register a strategy in a package of Lightning with other classes, which then refuses it.
+
+    A program that has not imported the package needs no remedy.
+    """
+    strategies: Any = sys.modules.get(f"{package}.strategies")
+    if strategies is not None:
+        strategies.Strategy.register(cls)
+        register_names(cls, getattr(strategies, registry))
 
 
 def master_values(values: Mapping[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
