@@ -311,6 +311,22 @@ def kept_bits(precision: str, key: str, stage: int, options: Any) -> list[Any]:
     return zf.simulate(2, main)
 
 
+@pytest.mark.parametrize("key", ["adamw", "labels", "memory", "pair in a chain"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_over_micro_batches_in_a_store_leave_the_same_leaves_out(stage: int, key: str) -> None:
+    rule = WHOLE[key] if key in WHOLE else RULES[key].rule
+    ways = unused.some_ways(4, 2, num_micro=3)
+    offload = zf.stores.Offload(optimizer=zf.stores.host(), grads=zf.stores.host())
+
+    def main(group: zf.Group, **options: Any) -> Any:
+        whole, state = unused.train(group, stage, rule(), ways, **options)
+        return whole, dict(state.missed.counts)
+
+    found, expected = zf.simulate(2, main, offload=offload), zf.simulate(2, main)
+    assert any(expected[0][1].values())
+    assert_same_bits(found, expected)
+
+
 @functools.cache
 def bits_in_memory(precision: str, key: str, stage: int) -> list[Any]:
     """Train without a store, once for all stores."""

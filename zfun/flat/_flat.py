@@ -18,6 +18,7 @@ import copy
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn
@@ -262,10 +263,28 @@ class Flat(Generic[Params]):
 
 FLAT = instance(Flat, "a Flat", "zf.shard(params, group)")
 
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """All that a flat has beside its buffers, so that a map over a tree keeps it.
+
+    Codec and missed steps do not count in a comparison, because maps take gradients together with
+    parameters, and then the result is like the first of the two.
+    """
+
+    placement: Placement
+    layout: Layout
+    group: Group
+    codec: Any = field(compare=False, repr=False)
+    missed: Mapping[str, int | None] = field(compare=False, repr=False)
+
+
 tree.register(
     Flat,
-    lambda flat: (flat.buffers, (flat.placement, flat.layout, flat.group)),
-    lambda static, buffers: Flat(buffers, *static),
+    lambda x: (x.buffers, _Beside(x.placement, x.layout, x.group, x.codec, x.missed)),
+    lambda x, buffers: Flat(
+        buffers, x.placement, x.layout, x.group, codec=x.codec, missed=x.missed
+    ),
 )
 
 

@@ -29,7 +29,6 @@ from zfun.optim._leaves import MuonState, lamb, muon
 from zfun.optim._loss_scale import LossScale, LossScaleState, dynamic_loss_scale, static_loss_scale
 from zfun.optim._loss_scale import grad_scaler as grad_scaler
 from zfun.optim._missed import MissedSteps
-from zfun.optim._missed import passed_on as passed_on
 from zfun.optim._onebit import OneBitState, onebit_adam
 from zfun.optim._rules import (
     AdagradState,

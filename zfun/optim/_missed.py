@@ -77,7 +77,8 @@ class MissedSteps:
 
 def passed_on(value: Tree, grads: Tree) -> Tree:
     """Return values made of gradients, with the missed steps that the gradients name."""
-    if isinstance(value, Flat) and isinstance(grads, Flat) and grads.missed:
+    if isinstance(value, Flat) and isinstance(grads, Flat):
+        # Values made of a state may name those of an earlier step.
         return value.with_missed(grads.missed)
     return value
 

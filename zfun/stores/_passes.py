@@ -127,11 +127,4 @@ def by_bucket(fn: Callable[[Flat], Flat], flat: Flat, device: torch.device | Non
                 if isinstance(where, Stored)
                 else result.buffers[0]
             )
-    return Flat(
-        found,
-        result.placement,
-        flat.layout,
-        result.group,
-        codec=flat.codec,
-        missed=flat.missed,
-    )
+    return flat.with_buffers(found, result.placement, result.group)

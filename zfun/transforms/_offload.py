@@ -15,7 +15,7 @@ from zfun.collectives import Work
 from zfun.errors import OptionError, PlacementError
 from zfun.flat import Flat, flats
 from zfun.layout import Layout
-from zfun.optim import Optimizer, PrepareInner, as_optimizer, passed_on
+from zfun.optim import Optimizer, PrepareInner, as_optimizer
 from zfun.options import ANY, FRACTION, FUNCTION, takes
 from zfun.placement import S
 from zfun.stores import Store
@@ -294,7 +294,7 @@ def _down(store: Store, value: tree.Tree, name: str, *, copy: bool = False) -> t
         store.crossed("put", name, x.nbytes)
         return x.to(store.device, copy=copy)
 
-    return passed_on(tree.map(move, value), value)
+    return tree.map(move, value)
 
 
 def _up(store: Store, new: tree.Tree, like: tree.Tree) -> tree.Tree:
@@ -349,7 +349,7 @@ def _put_like(store: Store, new: Any, old: Any) -> Any:
 
 def _beside(grads: tree.Tree, params: tree.Tree) -> tree.Tree:
     """Bring gradients, which may be in a store of their own, to the device of the parameters."""
-    return passed_on(tree.map(lambda grad, param: grad.to(param.device), grads, params), grads)
+    return tree.map(lambda grad, param: grad.to(param.device), grads, params)
 
 
 def _last(state: Any, fraction: float) -> set[int]:
