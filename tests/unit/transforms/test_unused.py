@@ -239,7 +239,7 @@ def test_a_class_with_numbers_that_are_no_counts_refuses_a_leaf_that_comes_back(
     with pytest.raises(
         LeafError,
         match=r"leaf 'b' is used again after 2 steps without a gradient, and torch\.optim\.NAdam "
-        r"keeps 'mu_product'; pass unused='zeros'",
+        r"keeps 'mu_product'; use .* such as torch\.optim\.AdamW, or pass unused='zeros'",
     ) as error:
         zf.simulate(2, main)
     assert error.value.leaf == "b"

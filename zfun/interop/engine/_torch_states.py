@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,11 @@ def torch_numbers(
     """Return the numbers that torch keeps for each tensor, by leaf: of those that took a step.
 
     Those in ``begun`` have moments before. If ``whole``, also of the other leaves, and counts that
-    torch does not keep.
+    torch does not keep. Of a leaf that has missed steps only their count is known.
     """
     parts = dict(zip(*parts_of(without_average(state.opt_state)[0]), strict=True))
     numbers: dict[str, dict[str, Tensor]] = {}
+    late: dict[str, str] = {}
     for path, part in parts.items():
         owner, field = _owner(path)
         if not is_flat(part) or field == _MASTER:
@@ -46,11 +48,24 @@ def torch_numbers(
         counts = "step" in beside or field in ("mu", "total") or whole
         count = int(parts[f"{owner}.count"]) if f"{owner}.count" in parts else 0
         for leaf in part.layout.paths:
-            steps = count - state.missed.counts.get(leaf, 0)
+            missed = state.missed.counts.get(leaf, 0)
+            steps = count - missed
             if steps or whole or leaf in begun:
                 entry = numbers.setdefault(leaf, {})
-                entry |= {name: x.clone() for name, x in beside.items()}
+                entry |= {} if missed else {name: x.clone() for name, x in beside.items()}
                 entry |= {"step": torch.tensor(float(steps))} if counts else {}
+            if steps and missed:
+                late = dict.fromkeys(beside.keys() - {"step"}, leaf) | late
+    if late:
+        name = min(late)
+        warnings.warn(
+            "the state of an optimizer has the numbers of the last step of each leaf; got leaf "
+            f"{late[name]!r}, which has missed steps, and one {name!r} for all leaves, which is "
+            "that of the newest step; the state has none for this leaf, so zfun loads it and torch "
+            "does not; to go on in torch, use a class that keeps only a count, such as "
+            "torch.optim.AdamW",
+            stacklevel=2,
+        )
     return numbers
 
 
@@ -202,6 +217,16 @@ def _filled(
 
 def _number(entries: Mapping[str, Mapping[str, Any]], name: str) -> float:
     """Return a number that torch keeps for each tensor, which is one number here."""
+    newest = max((float(entry.get("step", 0)) for entry in entries.values()), default=0.0)
+    for leaf, entry in entries.items():
+        # Leaves that have missed steps have none.
+        if entry and name not in {*entry, "step"} and float(entry.get("step", 0)) == newest:
+            raise CheckpointError(
+                "the state of an optimizer has the numbers of the leaves that took most steps; got "
+                f"no {name!r} for leaf {leaf!r}; resume from a directory that the run has saved, "
+                "or use a class that keeps only a count, such as torch.optim.AdamW",
+                leaf=leaf,
+            )
     found = {leaf: float(entry[name]) for leaf, entry in entries.items() if name in entry}
     first = max(found.values(), default=0.0)
     for leaf, value in found.items():

@@ -229,7 +229,8 @@ class TorchRule:
                 "from_torch() steps a leaf that has missed steps where the class keeps no number "
                 f"for each tensor but the count of its steps; leaf {late!r} is used again after "
                 f"{grads.missed[late]} steps without a gradient, and torch.optim.{name} keeps "
-                f"{others[0]!r}; pass unused='zeros' to zf.zero(), or use one of zf.optim",
+                f"{others[0]!r}; use a class that keeps only a count, such as torch.optim.AdamW, "
+                "or pass unused='zeros' to zf.zero()",
                 leaf=late,
             )
 
