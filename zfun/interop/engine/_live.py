@@ -34,6 +34,7 @@ from zfun.interop.engine._parameter import LiveParameter, attributes_of
 from zfun.interop.engine._reads import (
     IS_PARAM,
     LiveParameters,
+    SavedTies,
     alive,
     check_code,
     gathered_outside,
@@ -92,7 +93,7 @@ class LiveModule:
         self.known = {id(x): x for x in module.parameters()}  # also quantised weights, whole
         self._methods, self._quiet, self._hidden = {"zero_grad"}, set[str](), set[str]()
         self._versions: dict[str, int] = {}
-        self._watched = WatchedValues()
+        self._watched, self._ties = WatchedValues(), SavedTies()
         self._aliases: dict[str, list[weakref.ref[Any]]] = {}
         # The names of strays with an old value.
         self._stale: set[str] = set()
@@ -235,7 +236,8 @@ class LiveModule:
 
     def _gathered(self, name: str) -> Tensor:
         # With a count of writes of its own.
-        return gathered_outside(self._values(), name).data
+        gather = lambda: gathered_outside(self._values(), name)
+        return self._ties.value(self._params[name], gather).data
 
     def show_grads(self, param: nn.Parameter, *, is_read: bool) -> Tensor | None:
         """Let ``.grad`` have the gradients, outside of calls and of backward.
@@ -342,6 +344,7 @@ class LiveModule:
     def renew(self) -> None:
         """Know that the state has other values."""
         self._stale = set(self.strays)
+        self._ties.forget()
         self._watched.accept()
 
     def check_unwritten(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
@@ -38,7 +40,7 @@ def gathered_outside(engine: Any, name: str) -> Tensor:
     ``module.state_dict()`` reads all parameters of a module, and many scripts call it on rank 0
     alone. So the gathers have its name, and pair with no other ones.
     """
-    is_saved = _is_running(_STATE_DICT)
+    is_saved = _outermost(_STATE_DICT) is not None
     what = "state_dict()" if is_saved else f"a read of {name}"
     remedy = (
         "call state_dict() of a module of stage 3 on all ranks, and write on rank 0; or "
@@ -53,12 +55,46 @@ def gathered_outside(engine: Any, name: str) -> Tensor:
         raise CollectiveMismatch(f"{error}; {remedy}", **where) from error
 
 
-def _is_running(code: CodeType) -> bool:
-    """Whether a function has called this one, at any depth."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
+class SavedTies:
+    """Values of tied parameters that a ``state_dict()`` gathers once.
+
+    So its entries share memory, as in torch, and a file has the value once.
+    """
+
+    def __init__(self) -> None:
+        self._entries: Callable[[], Any] = lambda: None
+        self._values: dict[int, Tensor | None] = {}
+
+    def value(self, param: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+        """Return what ``gather`` returns, or what it has returned for another name."""
+        frame = _outermost(_STATE_DICT)
+        entries = None if frame is None else frame.f_locals["destination"]
+        # The dict that torch makes; ranks that read in one order all find a value here, or none.
+        if frame is None or not isinstance(entries, collections.OrderedDict):
+            return gather()
+        if self._entries() is not entries:
+            named = frame.f_locals["self"].named_parameters(remove_duplicate=False)
+            counts = collections.Counter(id(x) for _, x in named)
+            self._values = {key: None for key, count in counts.items() if count > 1}
+            self._entries = weakref.ref(entries, lambda _: self.forget())
+        if id(param) not in self._values:
+            return gather()
+        if (value := self._values[id(param)]) is None:
+            value = self._values[id(param)] = gather()
+        return value
+
+    def forget(self) -> None:
+        """Know that parameters have other values."""
+        self._entries, self._values = lambda: None, dict[int, Tensor | None]()
+
+
+def _outermost(code: CodeType) -> FrameType | None:
+    """Return the frame of a function that has called this one, the first of several."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        found = frame if frame.f_code is code else found
         frame = frame.f_back
-    return frame is not None
+    return found
 
 
 class _IsParam:
