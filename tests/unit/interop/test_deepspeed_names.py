@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import io
 import os
 import random
 import runpy
@@ -40,12 +39,12 @@ from zfun.interop import deepspeed
 from zfun.interop.deepspeed._absent import ABSENT, ABSENT_MODULES
 from zfun.interop.deepspeed._finder import HOMES, SITE
 from zfun.interop.deepspeed.launcher.runner import Start, parse_args, start_of
-from zfun.interop.deepspeed.runtime.zero._owners import Partitioned
+from zfun.interop.deepspeed.runtime.zero._stand_ins import Partitioned
 from zfun.planner.formulae import estimate_zero2, estimate_zero3, sizes_of
 
 
 @pytest.mark.shows(
-    "a parameter in pieces, outside of `GatheredParameters`",
+    "a write to a parameter in pieces, outside of `GatheredParameters`",
     "refused",
     "DeepSpeed shows an empty tensor, and loses writes",
 )
@@ -63,14 +62,11 @@ def test_gathered_parameters_show_values_and_take_those_of_one_rank() -> None:
             lambda: nn.init.ones_(scale),
             lambda: scale.data.fill_(1.0),
             lambda: setattr(scale, "data", torch.ones(3)),
-            lambda: scale.detach()[0],
-            lambda: torch.stack([torch.ones(3), scale]),
-            scale.tolist,
-            lambda: model(torch.ones(2, 8)),
+            scale.detach()[0].zero_,
+            scale.data_ptr,
             model.half,
-            lambda: torch.save(model, io.BytesIO()),
         ):
-            with pytest.raises(PlacementError, match=r"one of shape \(\d+, ?\d*\)(.|\n)*Gathered"):
+            with pytest.raises(PlacementError, match=r"one of shape \(.*\)(.|\n)*Gathered"):
                 alone()
         assert model.to(torch.bfloat16) is model
         assert model.state_dict()["scale"].shape == scale.data.shape == (3,)

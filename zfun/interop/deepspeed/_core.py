@@ -20,7 +20,7 @@ from zfun.interop._named import settle_masters
 from zfun.interop.deepspeed._absent import refusal
 from zfun.interop.deepspeed._scales import go_on, set_scale
 from zfun.interop.deepspeed._settings import Settings
-from zfun.interop.deepspeed.runtime.zero import _owners
+from zfun.interop.deepspeed.runtime.zero import _owners, _stand_ins
 from zfun.interop.engine import Engine
 from zfun.interop.engine._reads import alive, live_of
 from zfun.interop.engine._values import leaves_of
@@ -77,7 +77,9 @@ def made(
     group = options["group"]
     named = dict(module.named_parameters())
     away = {
-        name: _owners.deferred_of(name, p) for name, p in named.items() if _owners.is_partitioned(p)
+        name: _owners.deferred_of(name, p)
+        for name, p in named.items()
+        if _stand_ins.is_partitioned(p)
     }
     away |= values
     if away:
@@ -102,13 +104,13 @@ def made(
     engine._live.wrap("_apply", owner.apply)
     for name, param in engine.leaves.items():
         _owners.adopt(param, owner, name, is_hidden=recipe.stage == 3)
-        _owners.told(param)._zfun_engine = weakref.ref(engine), name
+        _stand_ins.told(param)._zfun_engine = weakref.ref(engine), name
         if recipe.stage == 3:
             engine._live.marks[name] = _owners.marks_of(param)
     return engine
 
 
-class CoreValues(_owners.TensorOwner):
+class CoreValues(_stand_ins.TensorOwner):
     """The owner of parameters whose values are in a state.
 
     With ``keeps``, the values live as long as the parameters, as those in pieces do.

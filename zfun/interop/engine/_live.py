@@ -236,8 +236,9 @@ class LiveModule:
 
     def _gathered(self, name: str) -> Tensor:
         # With a count of writes of its own.
-        gather = lambda: gathered_outside(self._values(), name)
-        return self._ties.value(self._params[name], gather).data
+        gather = lambda what: self._values().gathered(name, what=what)
+        whole = lambda: gathered_outside(gather, name)
+        return self._ties.value(self._params[name], whole).data
 
     def show_grads(self, param: nn.Parameter, *, is_read: bool) -> Tensor | None:
         """Let ``.grad`` have the gradients, outside of calls and of backward.

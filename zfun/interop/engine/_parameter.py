@@ -53,7 +53,7 @@ class _LiveTensor:
                 return first
         # In this order, because a compiler knows no names of functions.
         writes = any(isinstance(x, _LiveTensor) for x in _several(first))
-        if writes and (_is_in_place(func) or kwargs.get("inplace") is True):
+        if writes and (is_in_place(func) or kwargs.get("inplace") is True):
             return _in_place(func, first, args[1:], kwargs)
         _check(func, args)
         if any(isinstance(x, _LiveTensor) for x in _several(kwargs.get("out"))):
@@ -210,7 +210,8 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "")
 
 
-def _is_in_place(func: Callable[..., Any]) -> bool:
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether the name of a function says that it writes its first argument."""
     # An overload of an operator has its own name after a dot.
     name = _name(func).partition(".")[0]
     ends = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
@@ -267,7 +268,7 @@ def _check(func: Callable[..., Any], args: Sequence[Any]) -> None:
         return
     elif func is torch.Tensor.register_post_accumulate_grad_hook:
         refuse_hook(_name_of(first))
-    elif (name := _name(func)) in _MEMORY:
+    elif (name := _name(func)) in MEMORY:
         _refuse_hidden(first, name)
     elif func is torch.Tensor.detach and sys._getframe(2).f_code is _NEW_PARAMETER:
         raise PlacementError(
@@ -376,7 +377,7 @@ def _refuse_hidden(value: Any, name: str) -> None:
 
 _OWN = ("_live", "_param")
 # Kernels of other libraries ask for these.
-_MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
+MEMORY = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"])
 _ARRAYS = frozenset([torch.Tensor.numpy, torch.Tensor.__array__])
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 # Hooks of the node behind a parameter, and the function with which torch asks for the node.

@@ -34,11 +34,11 @@ def check_code(module: nn.Module) -> None:
             )
 
 
-def gathered_outside(engine: Any, name: str) -> Tensor:
+def gathered_outside(gather: Callable[[str], Tensor], name: str) -> Tensor:
     """Return the whole value of a leaf that code reads outside of calls; every rank must call.
 
     ``module.state_dict()`` reads all parameters of a module, and many scripts call it on rank 0
-    alone. So the gathers have its name, and pair with no other ones.
+    alone. So ``gather`` gets its name for the collectives, which pair with no other ones.
     """
     is_saved = _outermost(_STATE_DICT) is not None
     what = "state_dict()" if is_saved else f"a read of {name}"
@@ -49,7 +49,7 @@ def gathered_outside(engine: Any, name: str) -> Tensor:
         else "read a parameter of stage 3 on all ranks"
     )
     try:
-        return engine.gathered(name, what=what)
+        return gather(what)
     except CollectiveMismatch as error:
         where = {"rank": error.rank, "leaf": name, "collective": error.collective}
         raise CollectiveMismatch(f"{error}; {remedy}", **where) from error

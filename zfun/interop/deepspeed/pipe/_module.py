@@ -22,7 +22,7 @@ from zfun.interop.deepspeed.pipe._topology import (
     ProcessTopology,
 )
 from zfun.interop.deepspeed.runtime import checkpointing
-from zfun.interop.deepspeed.runtime.zero._owners import is_partitioned
+from zfun.interop.deepspeed.runtime.zero._stand_ins import is_partitioned
 from zfun.interop.deepspeed.utils import set_random_seed
 
 

@@ -1,11 +1,4 @@
-"""Where the values of a partitioned parameter are.
-
-[Note: stand-ins]
-A partitioned parameter keeps its place in the module, and its shape: its data are one NaN (of
-integers the least one), expanded to the shape. Outside of ``GatheredParameters`` it is
-:class:`Partitioned`, which refuses operations: a rank alone could neither read nor write. DeepSpeed
-puts an empty tensor there, so writes are lost without a message.
-"""
+"""Where the values of a partitioned parameter are."""
 
 from __future__ import annotations
 
@@ -17,18 +10,21 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zfun import tree
 from zfun.collectives import Group, all_gather, broadcast, global_ranks
-from zfun.errors import OptionError, PlacementError
-from zfun.interop._questions import NO_VALUES, changes_nothing
+from zfun.errors import OptionError
+from zfun.interop.deepspeed.runtime.zero._stand_ins import (
+    OWNER,
+    Partitioned,
+    TensorOwner,
+    owner_of,
+    told,
+)
 from zfun.sources import Deferred
-
-_OWNER = "_zfun_owner"
 
 
 class _Ids(threading.local):
@@ -50,79 +46,6 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class TensorOwner(Protocol):
-    """Where values are; the ranks of ``group`` hold pieces, and call each method together.
-
-    ``gathered`` returns whole values, and ``put`` takes new ones, the same on every rank. ``show``
-    lets parameters be plain ones with values, which a rank may write alone, until ``hide``.
-    """
-
-    group: Group
-
-    def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]: ...
-
-    def put(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None: ...
-
-    def show(self, params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None: ...
-
-    def hide(self, params: Sequence[nn.Parameter]) -> None: ...
-
-
-class _Away(Tensor):
-    """Values that are with an owner: operations are refused."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in NO_VALUES:
-                return func(*args, **kwargs)
-            if changes_nothing(func, args, kwargs):
-                return args[0]
-            if func is torch._has_compatible_shallow_copy_type and args[0] is args[1]:
-                return True
-            if func == _SET_DATA and _has_same_values(*args):
-                return None
-            if func in _SAME_VALUES:
-                return torch.Tensor._make_subclass(_Away, args[0])
-        shapes = [tuple(x.shape) for x in tree.leaves((args, kwargs)) if isinstance(x, _Away)]
-        raise PlacementError(
-            "a partitioned parameter is read and written where all ranks have it; got "
-            f"{getattr(func, '__name__', func)}() of one of shape {shapes[0]}; write "
-            "`with zero.GatheredParameters(param, modifier_rank=0):` around it, on every rank"
-        )
-
-    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
-        return f"{type(self).__name__.strip('_')}({tuple(self.shape)}, {self.dtype})"
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        raise PlacementError(
-            "a partitioned parameter is saved where all ranks have it; got one of shape "
-            f"{tuple(self.shape)}; write `with zero.GatheredParameters(param):` around it, on "
-            "every rank"
-        )
-
-
-def _has_same_values(first: Any, other: Any) -> bool:
-    is_away = isinstance(first, _Away) and isinstance(other, _Away)
-    return first is other or (is_away and first.data_ptr() == other.data_ptr())
-
-
-class Partitioned(_Away, nn.Parameter):
-    """A parameter whose values are with an owner; a copy is whole, and every rank must make it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            whole = owner_of(self).gathered([self])[0]
-            memo[id(self)] = nn.Parameter(whole, self.requires_grad)
-        return memo[id(self)]
-
-
-_GET_DATA = Tensor.data.__get__  # pyrefly: ignore[missing-attribute]
-_SET_DATA = Tensor.data.__set__  # pyrefly: ignore[missing-attribute]
-_SAME_VALUES = (_GET_DATA, Tensor.detach, Tensor.detach_)
-
-
 class Pieces(TensorOwner):
     """The owner before ``initialize``: every rank has an equal piece of each parameter.
 
@@ -134,9 +57,9 @@ class Pieces(TensorOwner):
         self.group = group
         self._folder = folder
 
-    def gathered(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    def gathered(self, params: Sequence[nn.Parameter], what: str = "") -> list[Tensor]:
         def whole(p: Any) -> Tensor:
-            piece, name = p.ds_tensor.to(p.device), f"parameter {p.ds_id}"
+            piece, name = p.ds_tensor.to(p.device), what or f"parameter {p.ds_id}"
             return all_gather(piece, self.group, name=name)[: p.numel()].view(p.shape)
 
         with torch.no_grad():
@@ -185,21 +108,6 @@ def _zeros_in(folder: Path, count: int, dtype: torch.dtype) -> Tensor:
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
 
 
-def told(param: nn.Parameter) -> Any:
-    """Return a parameter as an object with any attributes."""
-    return param
-
-
-def is_partitioned(param: Any) -> bool:
-    """Return whether the values of a parameter are with an owner."""
-    return getattr(param, _OWNER, None) is not None
-
-
-def owner_of(param: nn.Parameter) -> TensorOwner:
-    """Return the owner of a partitioned parameter."""
-    return getattr(param, _OWNER)
-
-
 def cut(param: nn.Parameter, owner: Pieces, dtype: torch.dtype | None) -> None:
     """Keep a piece of a parameter, with the values of rank 0."""
     with torch.no_grad():
@@ -208,7 +116,7 @@ def cut(param: nn.Parameter, owner: Pieces, dtype: torch.dtype | None) -> None:
             whole = whole.to(dtype)
         whole = broadcast(whole.contiguous(), owner.group, 0, name="zero.Init")
     record = told(param)
-    setattr(param, _OWNER, owner)
+    setattr(param, OWNER, owner)
     _size(record, whole, owner.group)
     if not hasattr(param, "ds_id"):
         record.ds_id = next(_IDS.numbers)
@@ -245,7 +153,7 @@ def taken(module: nn.Module) -> Iterator[None]:
 def adopt(param: nn.Parameter, owner: TensorOwner, name: str, *, is_hidden: bool) -> None:
     """Mark a parameter whose values are in a state from now on, outside of calls too if hidden."""
     record = told(param)
-    setattr(param, _OWNER, owner)
+    setattr(param, OWNER, owner)
     number = getattr(param, "ds_id", None)
     record._zfun_order = next(_IDS.numbers) if number is None else number
     record._zfun_shown = False

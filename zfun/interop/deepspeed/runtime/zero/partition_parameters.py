@@ -25,14 +25,16 @@ from zfun.interop.deepspeed.accelerator import get_accelerator  # noqa: F401
 from zfun.interop.deepspeed.runtime.config import checked_in
 from zfun.interop.deepspeed.runtime.zero._owners import (  # noqa: F401
     Pieces,
-    TensorOwner,
     ZeroParamStatus,
     cut,
-    is_partitioned,
     is_shown,
     mark,
-    owner_of,
     root_of,
+)
+from zfun.interop.deepspeed.runtime.zero._stand_ins import (
+    TensorOwner,
+    is_partitioned,
+    owner_of,
     told,
 )
 from zfun.interop.ds_config._read import read
