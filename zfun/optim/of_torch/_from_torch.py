@@ -81,7 +81,8 @@ def from_torch(make: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     if make.__name__ in _REFUSED:
         raise NotElementwiseError(
             "from_torch() takes optimizers that work element by element; "
-            f"torch.optim.{make.__name__} {_REFUSED[make.__name__]}"
+            f"torch.optim.{make.__name__} {_REFUSED[make.__name__]}; use another one, such as "
+            "torch.optim.AdamW"
         )
     known = [name for name in inspect.signature(make).parameters if name != "params"]
     for name in options:
