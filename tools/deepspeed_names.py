@@ -96,7 +96,7 @@ def what(line: str) -> dict[str, Any]:
 
 def is_placeholder(found: Any) -> bool:
     """Return whether an object raises when it is used."""
-    return "_raise" in vars(type(found))
+    return hasattr(type(found), "_raise")
 
 
 def with_tables(page: str) -> str:

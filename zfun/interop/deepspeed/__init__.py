@@ -7,7 +7,7 @@ imports as a placeholder, which says what to use. The page "From DeepSpeed" show
 
 ===================  ==============================================================================
 ``_finder``          where ``import deepspeed`` looks; :func:`install`
-``_absent``          the names that are not there, with remedies
+``_absent``          the names that are not there, with remedies; ``_placeholders`` for them
 ``launcher``         the command line
 ``_initialize``      ``initialize``, ``add_config_arguments``
 ``_engine``          ``DeepSpeedEngine``: names, counters, and methods between steps
@@ -42,6 +42,7 @@ from zfun.interop.deepspeed.runtime import (
     lr_schedules,
     zero,
 )
+from zfun.interop.deepspeed.runtime._constants import constants_of
 from zfun.interop.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from zfun.interop.deepspeed.utils import OnDevice, log_dist, logger
 
@@ -78,9 +79,7 @@ __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split
 __git_hash__ = __git_branch__ = git_hash = git_branch = "zfun"
 dist = comm
 HAS_TRITON = False
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
-LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"
+globals().update(constants_of("constants", "runtime.constants", "runtime.config"))
 
 # Modules of DeepSpeed that are no files of their own are found from now on.
 add_finder()

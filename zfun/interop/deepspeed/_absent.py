@@ -1,20 +1,20 @@
 """Names of DeepSpeed that are not here, each with the name to use instead.
 
-A script imports more names than it uses, so an absent name imports as a placeholder: a class that
-no object is an instance of, and that raises its remedy when it is used. An absent module gives
-placeholders only. A name that DeepSpeed does not have either stays an ``AttributeError``.
+A script imports more names than it uses, so an absent name imports as a placeholder, which raises
+its remedy when it is used. An absent module gives placeholders, beside its constants. A name that
+DeepSpeed does not have either stays an ``AttributeError``.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from zfun.errors import OptionError
+from zfun.interop.deepspeed._placeholders import is_dunder, message, placeholder
 
 # By remedy: the modules without any name here, and names as MODULE:NAME,NAME. MODULE is the last
 # part of a path, and empty for the package; engine:NAME and engine.optimizer:NAME are attributes,
@@ -79,8 +79,7 @@ _TABLE: Mapping[str, str] = {
         "runtime.base_optimizer :DeepSpeedOptimizer runtime:DeepSpeedOptimizer"
     ),
     "write the options into the configuration that initialize() takes": (
-        "runtime.bf16_optimizer runtime.constants runtime.precision_config runtime.zero.utils "
-        "utils.config"
+        "runtime.bf16_optimizer runtime.constants runtime.precision_config utils.config"
     ),
     "use deepspeed.comm": "runtime.comm",
     "order the samples with a torch sampler": (
@@ -141,7 +140,7 @@ _TABLE: Mapping[str, str] = {
     "call configure(mpu, partition_activations=True)": (
         "checkpointing:gather_partitioned_activations checkpointing:partition_activations"
     ),
-    "use torch.distributed": "comm:TorchBackend",
+    "use torch.distributed": "comm.constants comm:TorchBackend",
     "use a dataclass": "config:DeepSpeedConfigModel",
     "use zfun.interop.solve_batch": "config:ElasticityConfig",
     "call backward() and step(), which sum over the ranks": (
@@ -289,7 +288,10 @@ _TABLE: Mapping[str, str] = {
         "utils.zero_to_fp32:GatheredTensor,atoi,convert_zero_checkpoint_to_state_dict,"
         "get_checkpoint_files,get_model_state_files,natural_keys,parse_model_states,"
         "parse_optim_states,to_torch_tensor,zero3_partitioned_param_info,zero_model_state "
-        "zero:AllReduceCoalescedHandle,CUDAQuantizer,DeepSpeedTensorOverride,"
+        "runtime.zero.utils:ZeRORuntimeException,apply_to_tensors_only,assert_ints_same_as_other_ranks,"
+        "assert_lst_len_same_as_other_ranks,defragment,get_lst_from_rank0,"
+        "get_mapping_to_flat_buffer,get_norm_dtype,is_builtin_type,is_zero_param,"
+        "isinstance_namedtuple zero:AllReduceCoalescedHandle,CUDAQuantizer,DeepSpeedTensorOverride,"
         "GradPartitionBufferGroup,IPGBucket,IPGBucketZ3,MultipleAllGatherHandles,"
         "NoGatherCoalescedHandle,QuantizationInfo,debug_rank0,get_alignment_padding,"
         "get_all_subclasses,get_allgather_dtype,get_new_tensor_fn_for_dtype,get_state_devices,"
@@ -313,46 +315,11 @@ for _word, _remedy in _WORDS:
             ABSENT.setdefault(_module, {}).update(dict.fromkeys(_names, _remedy))
 
 
-class _Absent(type):
-    """The class of placeholders, whose uses raise."""
-
-    _message: str
-
-    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
-        for base in bases:
-            if isinstance(base, _Absent):
-                base._raise()
-        return super().__new__(cls, name, bases, body)
-
-    def _raise(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise OptionError(cls._message)
-
-    __call__ = __enter__ = __exit__ = __iter__ = __len__ = __getitem__ = _raise
-
-    def __getattr__(cls, name: str) -> Any:
-        if is_dunder(name):
-            raise AttributeError(name)
-        cls._raise()
-
-
-@functools.cache
-def placeholder(path: str, remedy: str) -> Any:
-    """Return the one placeholder for a name, by its path without ``deepspeed``."""
-    module, _, name = f"deepspeed.{path}".rpartition(".")
-    body = {"__module__": module, "_message": _message(f"{module}.{name}", remedy)}
-    return _Absent(name, (), body)
-
-
 def remedy_of(path: str) -> str | None:
     """Return the remedy of a module that is absent; ``None`` for a module that is here."""
     parts = path.split(".")
     starts = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((ABSENT_MODULES[start] for start in starts if start in ABSENT_MODULES), None)
-
-
-def is_dunder(name: str) -> bool:
-    """Return whether a name belongs to Python."""
-    return name.startswith("__") and name.endswith("__")
 
 
 def absent(module: str, known: Mapping[str, Any], key: str | None = None) -> Callable[[str], Any]:
@@ -386,14 +353,7 @@ def refusal(module: str, name: str, known: Mapping[str, Any]) -> Exception:
     full = f"deepspeed.{module}.{name}" if module else f"deepspeed.{name}"
     remedy = ABSENT.get(module, {}).get(name)
     if remedy is not None:
-        return AbsentName(_message(full, remedy))
+        return AbsentName(message(full, remedy))
     near = difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "see the page 'From DeepSpeed'"
-    return AttributeError(_message(full, hint))
-
-
-def _message(full: str, remedy: str) -> str:
-    return (
-        f"zfun.interop.deepspeed has the names of DeepSpeed that train; got {full}, which is not "
-        f"there; {remedy}"
-    )
+    return AttributeError(message(full, hint))

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 
 from zfun.errors import OptionError
-from zfun.interop.deepspeed._absent import ABSENT_MODULES, is_dunder, placeholder, remedy_of
+from zfun.interop.deepspeed._absent import ABSENT_MODULES, remedy_of
+from zfun.interop.deepspeed._placeholders import is_dunder, placeholder
+from zfun.interop.deepspeed.runtime._constants import constants_of
 
 # The version of DeepSpeed whose names these are, because scripts compare the number.
 VERSION = "0.19.8"
@@ -47,7 +49,7 @@ _NAMES: Mapping[str, str] = {
         "utils.timer utils.torch"
     ),
     "runtime.checkpointing": "checkpointing runtime.activation_checkpointing.checkpointing",
-    "comm": "comm.comm comm.constants comm.torch comm.utils",
+    "comm": "comm.comm comm.torch comm.utils",
     "runtime": "dataloader runtime.dataloader",
     "runtime.config": (
         "elasticity elasticity.config elasticity.elasticity runtime.config_utils "
@@ -94,7 +96,7 @@ class _Same(Loader):
 
 
 class _Empty(Loader):
-    """Makes a module of placeholders, or a folder of modules."""
+    """Makes a module of constants and placeholders, or a folder of modules."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -113,7 +115,7 @@ class _Empty(Loader):
                     return placeholder(f"{path}.{name}", remedy)
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
-        vars(module)["__getattr__"] = find
+        vars(module).update(constants_of(path), __getattr__=find)
 
 
 class _Finder(MetaPathFinder):

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zfun.interop.deepspeed._absent import ABSENT, absent, is_dunder
+from zfun.interop.deepspeed._absent import ABSENT, absent
+from zfun.interop.deepspeed._placeholders import is_dunder
 from zfun.interop.deepspeed._ranks import init_distributed as init_distributed
 from zfun.interop.deepspeed._ranks import local_rank, tell_accelerate
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 from zfun.errors import ConfigError, OptionError
 from zfun.interop.deepspeed import comm
 from zfun.interop.deepspeed._absent import absent
+from zfun.interop.deepspeed.runtime._constants import constants_of
 from zfun.interop.ds_config import AutoValues, batch_of
 from zfun.interop.ds_config._batch import elastic_batch
 from zfun.interop.ds_config._mistakes import error_of
@@ -26,6 +27,7 @@ _Z = "zero_optimization"
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DeepSpeedConfigError = ElasticityError = ElasticityConfigError = ConfigError
 ElasticityIncompatibleWorldSize = OptionError
+globals().update(constants_of("runtime.constants", "runtime.config"))
 
 
 class ZeroStageEnum(enum.IntEnum):

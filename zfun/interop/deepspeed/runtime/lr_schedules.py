@@ -9,6 +9,7 @@ import torch
 
 from zfun.errors import OptionError
 from zfun.interop.deepspeed._absent import absent
+from zfun.interop.deepspeed.runtime._constants import constants_of
 from zfun.interop.ds_config._optimizers import (
     Rule,
     completed,
@@ -132,6 +133,7 @@ class LRRangeTest(Scheduled):
 
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+globals().update(constants_of("runtime.lr_schedules"))
 
 
 def _own_rate(group: Mapping[str, Any], name: str) -> float:
