@@ -119,7 +119,10 @@ class Checked:
         for name in sorted(section, key=lambda name: f"{prefix}{name}" in {*ALIASES, *OLDER}):
             value, written = section[name], f"{shown}{name}"
             path = ALIASES.get(f"{prefix}{name}", f"{prefix}{name}")
-            if "." in str(name):
+            if not isinstance(name, str):
+                remedy = "write the name of the key"
+                self.mistakes.append(mistake(written, "a key is a string", name, remedy))
+            elif "." in name:
                 # TRL writes paths as names of the top level, which DeepSpeed ignores.
                 self._no_key(name, value, prefix, written)
             elif path in OLDER and (path not in SECTIONS or isinstance(value, bool)):

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from zfun.errors import OptionError
-from zfun.interop import deepspeed
+from zfun.errors import ConfigError, OptionError
+from zfun.interop import deepspeed, from_ds_config
 from zfun.interop.deepspeed._placeholders import placeholder
 
 # As in the sources of DeepSpeed 0.19.8.
@@ -153,6 +153,20 @@ def test_a_configuration_by_constants_is_the_one_by_strings(stage: int) -> None:
     assert engine.optimizer_name() == "adam"
     assert type(engine.lr_scheduler) is schedules.WarmupLR
     assert engine.bfloat16_enabled()
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({3: 4}, "3"),
+        ({"zero_optimization": {None: 2}}, r"zero_optimization\.None"),
+        ({"optimizer": {"type": "SGD", "params": {("lr",): 1}}}, r"optimizer\.params\.\('lr',\)"),
+        ({deepspeed.zero.TiledLinear: 1}, "<class .*TiledLinear'>"),
+    ],
+)
+def test_a_key_that_is_no_string_is_a_mistake(config: Any, path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\n- {path}: a key is a string; got "):
+        from_ds_config(config)
 
 
 # Constants that are not there: of a module of placeholders, and beside others that are there.
