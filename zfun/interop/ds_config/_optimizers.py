@@ -8,6 +8,7 @@ adapter with parameter groups makes one optimizer for each group instead::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -150,8 +151,8 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
         lr: the learning rate that the group has without a schedule, where known.
 
     Returns:
-        A function of the steps taken. DeepSpeed's counter is 0 at the second step, so warm-ups
-        are one step late.
+        A function of the steps taken, which refuses lists of several numbers. DeepSpeed's counter
+        is 0 at the second step, so warm-ups are one step late.
 
     Raises:
         ConfigError: an option is wrong or does not exist; the message lists all mistakes.
@@ -163,8 +164,44 @@ def schedule_for(rule: Rule, *, lr: float | None = None) -> Schedule:
         [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     """
     rule = completed(rule)
+    if is_by_group(rule):
+        return functools.partial(_alone, schedule_for, rule, lr=lr)
     schedule = _late(_by_step(rule.kind, rule.options, lr), rule.options)
     return AbsoluteRate(schedule) if rule.is_absolute else schedule
+
+
+def is_by_group(rule: Rule) -> bool:
+    """Whether the options of a schedule have lists with one number for each parameter group."""
+    return any(isinstance(value, (list, tuple)) for value in rule.options.values())
+
+
+def of_group(rule: Rule, index: int, count: int) -> Rule:
+    """Return the schedule of one parameter group: entry ``index`` of each list.
+
+    Raises:
+        OptionError: a list has not ``count`` entries.
+
+    Example:
+        >>> rates = Rule("WarmupLR", {"warmup_min_lr": 0.0, "warmup_max_lr": [0.1, 0.2]})
+        >>> of_group(rates, 1, 2).options
+        {'warmup_min_lr': 0.0, 'warmup_max_lr': 0.2}
+    """
+    own = {}
+    for name, value in rule.options.items():
+        is_list = isinstance(value, (list, tuple))
+        if is_list and len(value) != count:
+            raise OptionError(
+                f"a list of {rule.kind} has a number for each parameter group; got "
+                f"scheduler.params.{name} {list(value)} for {count} group{'s' * (count > 1)}; "
+                f"write one number, or a list of {count}"
+            )
+        own[name] = value[index] if is_list else value
+    return rule._replace(options=own)
+
+
+def _alone(make: Callable[..., Any], rule: Rule, step: int, **options: Any) -> float:
+    """Return the number of a step; the optimizer has no groups, and so takes no lists."""
+    return make(of_group(rule, 0, 1), **options)(step)
 
 
 def momentum_for(rule: Rule) -> Schedule | None:
@@ -178,9 +215,11 @@ def momentum_for(rule: Rule) -> Schedule | None:
         >>> [round(momentum(step), 3) for step in range(3)]
         [0.8, 0.85, 0.8]
     """
-    kind, s = completed(rule)
+    kind, s = rule = completed(rule)
     if kind != "OneCycle" or not s["cycle_momentum"]:
         return None
+    if is_by_group(rule):
+        return functools.partial(_alone, momentum_for, rule)
     bounds = (s["cycle_min_mom"], s["cycle_max_mom"])
     cycle = optim.one_cycle_momentum(*bounds, **_cycle(s), decay_rate=s["decay_mom_rate"])
     late, begins = _late(cycle, s), s["last_batch_iteration"] == -1

@@ -18,7 +18,7 @@ from zfun.errors import OptionError
 from zfun.interop.ds_config._batch import Batch
 from zfun.interop.ds_config._explain import Entry, html_of, text_of
 from zfun.interop.ds_config._mistakes import error_of
-from zfun.interop.ds_config._optimizers import Rule, schedule_for
+from zfun.interop.ds_config._optimizers import Rule, of_group, schedule_for
 from zfun.interop.ds_config._parts import StoreChoice, clipped, parts_of
 from zfun.interop.ds_config._read import AutoValues, read
 from zfun.interop.ds_config._rules import contradictions
@@ -159,6 +159,8 @@ class Recipe:
             >>> zf.simulate(2, main)[0]
             tensor([0.5000, 1.0000])
         """
+        if optimizer is None and self.scheduler is not None:
+            of_group(self.scheduler, 0, 1)  # refuses lists, because a recipe has one group
         rule = self.optimizer if optimizer is None else clipped(optimizer, self.max_grad_norm)
         if rule is None and self.late:
             raise OptionError(

@@ -14,6 +14,7 @@ from zfun.interop.ds_config._optimizers import (
     Rule,
     completed,
     momentum_for,
+    of_group,
     rates_of,
     schedule_for,
 )
@@ -21,6 +22,8 @@ from zfun.interop.ds_config._optimizers import (
 
 class Scheduled:
     """A schedule over steps, by the keys that the configuration has for the type.
+
+    A list of rates or momenta has one for each parameter group.
 
     Attributes:
         last_batch_iteration: the number of the last step; -1 before the first.
@@ -40,26 +43,28 @@ class Scheduled:
         self.last_batch_iteration = -1
         self.optimizer = optimizer
         groups = optimizer.param_groups
+        own = [of_group(rule, index, len(groups)) for index in range(len(groups))]
         # A schedule counts steps from the last_batch_iteration of the configuration.
         self._rates = [
-            {name: schedule_for(rule, lr=_own_rate(group, name)) for name in rates_of(group)}
-            for group in groups
+            {name: schedule_for(one, lr=_own_rate(group, name)) for name in rates_of(group)}
+            for one, group in zip(own, groups, strict=True)
         ]
-        self._momentum = momentum_for(rule)
-        if self._momentum is not None:
-            for group in groups:
-                group["max_momentum"] = rule.options["cycle_max_mom"]
+        self._momenta = [momentum_for(one) for one in own]
+        for one, group, momentum in zip(own, groups, self._momenta, strict=True):
+            if momentum is not None:
+                group["max_momentum"] = one.options["cycle_max_mom"]
         self._write()
 
     def _write(self) -> None:
         """Write the values of the next step into the groups."""
         taken = self.last_batch_iteration + 1
         # A group that was added later keeps its own rate.
-        for group, rates in zip(self.optimizer.param_groups, self._rates, strict=False):
+        own = zip(self.optimizer.param_groups, self._rates, self._momenta, strict=False)
+        for group, rates, momentum in own:
             group |= {name: rate(taken) for name, rate in rates.items()}
             # DeepSpeed's Muon has no betas that a cycle changes.
-            if self._momentum is not None and "betas" in group and "muon_lr" not in group:
-                group["betas"] = (self._momentum(taken), 0.99)
+            if momentum is not None and "betas" in group and "muon_lr" not in group:
+                group["betas"] = (momentum(taken), 0.99)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:

@@ -116,6 +116,19 @@ FLAG = Form(
 )
 RATE = real(0, example="3e-4")
 _BETA = number(0, below=1)
+
+
+def by_group(form: Form) -> Form:
+    """A value for all parameter groups, or a list with one for each."""
+    accepts = form.kind.accepts
+
+    def is_list(x: Any) -> bool:
+        return _is_list(x) and bool(x) and all(map(accepts, x))
+
+    kind = form.kind | Kind(is_list, ("a list with one for each parameter group",), "[1e-3, 3e-4]")
+    return Form(kind, lambda x: tuple(map(form.read, x)) if is_list(x) else form.read(x))
+
+
 BETAS = Form(
     Kind(
         lambda x: _is_list(x) and len(x) == 2 and all(map(_BETA.accepts, x)),
