@@ -347,9 +347,9 @@ def test_an_engine_takes_an_optimizer_beside_a_configuration(
 
 
 @pytest.mark.shows(
-    "unknown keys at the top level of a configuration",
+    "unknown keys at the top level of a configuration, and beside `params`",
     "right",
-    "a notice; in a section they are mistakes",
+    "a notice; in other sections they are mistakes",
 )
 def test_unknown_keys_of_the_top_level_are_kept_with_a_notice() -> None:
     recipe = from_ds_config({"my_experiment": {"lr": 3}, ZERO: {"stage": 1}})
@@ -366,10 +366,46 @@ def test_unknown_keys_of_the_top_level_are_kept_with_a_notice() -> None:
         ({"overlap_comm": True}, "it belongs into zero_optimization"),
         ({ZERO: {"my_experiment": 1}}, f"{ZERO}.my_experiment: is no key"),
         ({ZERO: {"offload_param.device": "cpu"}}, "not a path"),
-        ({"optimizer": {"type": "Adam", "my_experiment": 1}}, "optimizer.my_experiment: is no key"),
     ):
         with pytest.raises(ConfigError, match=words):
             from_ds_config(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "why"),
+    [
+        # As the configurations of VideoMAE, BEiT and LaBraM.
+        ("optimizer", "adam_w_mode", False, "inside of params only"),
+        ("optimizer", "torch_adam", True, "inside of params only"),
+        ("optimizer", "lr", 5.0, "inside of params only"),
+        ("optimizer", "foo", {"a": 1}, "is no key"),
+        ("optimizer", "max_lr", None, "is no key"),
+        ("optimizer", "gradient_clipping", 0.5, "is no key"),
+        ("scheduler", "warmup_num_steps", 7, "inside of params only"),
+        ("scheduler", "last_epoch", -1, "is no key"),
+    ],
+)
+def test_unknown_keys_beside_params_are_ignored_with_a_notice(
+    section: str, key: str, value: Any, why: str
+) -> None:
+    config: dict[str, Any] = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.25, "adam_w_mode": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    }
+    plain = from_ds_config(config)
+    config[section][key] = value
+    recipe = from_ds_config(config)
+    assert (recipe.rule, recipe.scheduler) == (plain.rule, plain.scheduler)
+    assert recipe.max_grad_norm == plain.max_grad_norm
+    new = set(recipe.notices) - set(plain.notices)
+    assert [one for one in new if why in one and one.startswith(f"{section}.{key}: ")] == [*new]
+
+
+@pytest.mark.parametrize("key", ["param", "Params", "typ", "params.lr"])
+def test_a_misspelt_key_beside_params_is_a_mistake(key: str) -> None:
+    config = {"optimizer": {"type": "Adam", key: {"lr": 0.25}}}
+    with pytest.raises(ConfigError, match=rf"optimizer\.{key}: is no key"):
+        from_ds_config(config)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +452,6 @@ def test_a_dtype_has_many_spellings(name: Any) -> None:
         ),
         ({"torch_autocast": {"enabled": True, "dtyp": "bf16"}}, "did you mean 'dtype'"),
         ({"communication_data_type": "fp8"}, "must be 'fp32', 'fp16', 'bf16'"),
-        ({"optimizer": {"type": "Adam", "adam_w_mode": False}}, "belongs into optimizer.params"),
         ({ZERO: {"cpu_offload": "cpu"}}, "cpu_offload: must be true or false"),
         ({"steps_per_print": -math.inf}, "must be an integer of at least 1, infinity"),
     ],

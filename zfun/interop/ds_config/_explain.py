@@ -74,8 +74,12 @@ def entries_of(checked: Checked, notes: Notes) -> tuple[Entry, ...]:
     for name, value in checked.extra.items():
         path = f"optimizer.params.{name}"
         found.append(Entry(path, value, "mapped", f"zf.optim.from_torch({name}={value})", ""))
-    for name, value in checked.unknown.items():
-        found.append(Entry(name, value, "ignored", "", "is no key, and DeepSpeed ignores it too"))
+    for path, value in checked.unknown.items():
+        section, _, name = path.rpartition(".")
+        is_param = f"{section}.params.{name}" in checked.keys
+        why = "is no key, and DeepSpeed ignores it too"
+        why = "DeepSpeed reads this key inside of params only" if is_param else why
+        found.append(Entry(path, value, "ignored", "", why))
     return tuple(found)
 
 

@@ -17,7 +17,9 @@ _MAY_BE_NULL = {
     "torch_autocast",
     *(f"{_Z}.{name}" for name in ("offload_param", "offload_optimizer", "zeropp_loco_param")),
 }
-# A key of the top level that is less like a known one is not a typing error.
+# The sections of which DeepSpeed reads single keys, and ignores the others.
+_IGNORING = ("", "optimizer.", "scheduler.")
+# A key there that is less like a known one is not a typing error.
 _LIKE = 0.8
 
 
@@ -66,7 +68,7 @@ class Checked:
         values: the value of every key.
         written: the paths as the configuration spells them, by path.
         extra: parameters for a class of ``torch.optim``.
-        unknown: values at the top level by names that DeepSpeed does not know, and ignores.
+        unknown: values by paths that DeepSpeed does not know, and ignores.
         late: by path, the fields of :class:`AutoValues` that ``"auto"`` waits for.
         mistakes: of single keys.
     """
@@ -147,13 +149,12 @@ class Checked:
             else:
                 self._no_key(name, value, prefix, written)
 
-    def _no_key(self, name: Any, value: Any, prefix: str, written: str) -> None:
+    def _no_key(self, name: str, value: Any, prefix: str, written: str) -> None:
         """Keep a name that DeepSpeed ignores, or report one that it refuses."""
-        remedy = self._remedy(str(name), prefix)
+        path, remedy = f"{prefix}{name}", self._remedy(name, prefix)
         if remedy is None:
-            self.unknown[str(name)] = value
+            self.unknown[path] = value
             return
-        path = f"{prefix}{name}"
         kind = self._kinds.get(prefix.partition(".")[0])
         where = f" of {kind}" if kind and ".params." in path else ""
         self.written.setdefault(path, written)
@@ -165,16 +166,17 @@ class Checked:
             return "write an object in an object, not a path" if prefix else None
         paths = [path for path in (*self.keys, *ALIASES) if path.startswith(prefix)]
         names = {path[len(prefix) :].split(".")[0] for path in paths}
-        near = nearest(name, names - {name}, 0.6 if prefix else _LIKE)
+        is_ignored = prefix in _IGNORING
+        near = nearest(name, names - {name}, _LIKE if is_ignored else 0.6)
         if near is not None:
             return f"did you mean {near!r}?"
         elsewhere = [key for key in KEYS if key.path.rpartition(".")[2] == name]
         types = next((key.only for key in elsewhere if key.path == f"{prefix}{name}"), None)
         if types is not None:
             return f"{' and '.join(types)} take it"
-        if elsewhere:
+        if elsewhere and not (prefix and is_ignored):
             return f"it belongs into {elsewhere[0].path.rpartition('.')[0] or 'the top level'}"
-        return "remove it, or look it up in the table of keys" if prefix else None
+        return None if is_ignored else "remove it, or look it up in the table of keys"
 
     def _older(self, path: str, value: Any, written: str) -> None:
         """Give the keys of today the value of a key of an older version."""

@@ -192,7 +192,6 @@ _SCHEDULERS = (
 OPTIM: tuple[Key, ...] = (
     mapped("optimizer.type", None, "zf.optim", TYPE),
     ignored("optimizer.legacy_fusion", False, _ONE_RULE),
-    ignored("optimizer.torch_adam", False, "DeepSpeed reads this key inside of params only"),
     mapped("scheduler.type", None, "zf.optim", text(*SCHEDULERS)),
     *section("optimizer.params", *_OPTIMIZERS),
     *section("scheduler.params", *_SCHEDULERS),
