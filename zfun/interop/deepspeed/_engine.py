@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zfun.collectives import Group
 from zfun.errors import OptionError
@@ -23,6 +22,7 @@ from zfun.interop.deepspeed._core import EngineOptimizer, made, offload_of
 from zfun.interop.deepspeed._dtypes import set_dtypes
 from zfun.interop.deepspeed._ranks import local_rank
 from zfun.interop.deepspeed._settings import Settings
+from zfun.interop.deepspeed.runtime import DeepSpeedDataLoader, in_order
 from zfun.interop.ds_config import Batch
 from zfun.interop.ds_config._optimizers import rates_of
 from zfun.recipes import StepInfo
@@ -82,7 +82,7 @@ class DeepSpeedEngine(SavedEngine):
         at_rest = offload_of(module) if settings.recipe.stage == 3 else None
         self.optimizer: Any = at_rest if optimizer is None else EngineOptimizer(optimizer, self)
         self.lr_scheduler = settings.scheduler
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: DeepSpeedDataLoader | None = None
         self.collate_fn = collate_fn
         self.is_compiled = False
         # Scripts count epochs there; nothing is timed.
@@ -305,28 +305,30 @@ class DeepSpeedEngine(SavedEngine):
         data_sampler: Any = None,
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
+    ) -> DeepSpeedDataLoader:
         """Return the loader of this rank's share of a dataset.
 
-        Batches of ``route="train"`` have a random order. Sizes and ``collate_fn`` are by default
-        those of ``initialize``, a ``data_sampler`` gives the samples of this rank, and no processes
-        read. The loader has its sampler as ``data_sampler`` too, for ``set_epoch``.
+        The order is random, unless the ``route`` is ``"eval"`` or ``"predict"``. Sizes and
+        ``collate_fn`` are by default those of ``initialize``, a ``data_sampler`` gives the samples
+        of this rank, and no processes read.
+
+        Raises:
+            OptionError: another route than ``"train"``, ``"eval"``, ``"predict"`` or ``"encode"``.
         """
-        batch_size = batch_of(self).micro if batch_size is None else batch_size
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            ranks = {"num_replicas": self._group.size, "rank": self._group.rank}
-            data_sampler = DistributedSampler(dataset, shuffle=route == "train", **ranks)
-        loader: Any = DataLoader(
+        ranks = (self._group.size, self._group.rank)
+        ordered = in_order(route, dataset, *ranks)
+        return DeepSpeedDataLoader(
             dataset,
-            batch_size,
-            sampler=data_sampler,
-            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
-            drop_last=self._settings.values["dataloader_drop_last"],
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-            num_workers=num_local_io_workers or 0,
+            batch_of(self).micro if batch_size is None else batch_size,
+            pin_memory,
+            0,
+            self.tput_timer if route == "train" else None,
+            self.collate_fn if collate_fn is None else collate_fn,
+            num_local_io_workers,
+            ordered if data_sampler is None else data_sampler,
+            *ranks,
+            self._settings.values["dataloader_drop_last"],
         )
-        loader.data_sampler = loader.sampler
-        return loader
 
     def offload_states(
         self,

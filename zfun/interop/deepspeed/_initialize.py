@@ -109,7 +109,7 @@ def initialize(
         settings = settings_of(model, chosen, model.mpu().data_parallel_size, **given)
         engine = PipelineEngine(model.to(device), settings, **places)
         if training_data is not None:
-            loader = engine.deepspeed_io(training_data, route="pipeline")
+            loader = engine.deepspeed_io(training_data, route="eval")  # a pipeline keeps the order
             engine.set_dataloader(RepeatingLoader(loader))
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
     ranks = None if mpu is None else data_ranks(mpu)
