@@ -88,6 +88,12 @@ def zero_options(recipe: ds_config.Recipe, group: Group) -> dict[str, Any]:
 
 def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule:
     """Return the rule of a group of an optimizer of torch, or of a configuration."""
+    if "max_momentum" in group and group.get("betas", (0,))[0] >= 1:
+        raise OptionError(
+            f"the first of betas stays below 1; got {float(group['betas'][0])}, the momentum to "
+            "which OneCycle has grown; write a smaller scheduler.params.decay_mom_rate, a larger "
+            "decay_step_size, or cycle_momentum false"
+        )
     configured = getattr(optimizer, "rule", None)
     if isinstance(configured, ds_config.Rule) and configured.kind not in TORCH_OPTIMIZERS:
         return _configured_rule(configured, group)

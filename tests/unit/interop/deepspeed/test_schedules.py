@@ -197,3 +197,26 @@ def test_a_recipe_has_no_groups_for_a_list() -> None:
 
     zf.simulate(1, main)
 
+
+GROWING = {
+    "cycle_min_lr": 0.001,
+    "cycle_max_lr": 0.01,
+    "cycle_first_step_size": 1,
+    "decay_step_size": 1,
+    "decay_mom_rate": 0.1,
+}
+
+
+@pytest.mark.shows(
+    "a momentum of `OneCycle` that grows to 1", "refused", "with DeepSpeed, Adam goes on with it"
+)
+@pytest.mark.parametrize("given", ["configured", "torch", "fused"])
+def test_a_momentum_that_grows_to_one_is_refused_by_the_keys_of_the_schedule(given: str) -> None:
+    model = nn.Linear(2, 1)
+    classes: dict[str, Any] = {"torch": torch.optim.Adam, "fused": deepspeed.ops.FusedAdam}
+    own = {"optimizer": classes[given](model.parameters())} if given in classes else {}
+    engine = engine_of("OneCycle", GROWING, model=model, model_parameters=None, **own)
+    with pytest.raises(OptionError, match=r"got 1\.08.*scheduler\.params\.decay_mom_rate"):
+        stepped(engine, 9)
+    assert engine.global_steps == 4
+    assert engine.get_mom()[0][0] == pytest.approx(1.08)
