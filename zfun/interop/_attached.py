@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -13,19 +14,9 @@ from zfun import tree
 from zfun.errors import OptionError, PlacementError
 from zfun.interop._questions import NO_VALUES, accessors, changes_nothing
 from zfun.interop.engine import Engine, EngineBuffers, ParamGroups, named_leaves
-from zfun.interop.engine._moments import empty_state
-from zfun.interop.engine._parameter import LiveParameter
-from zfun.interop.engine._reads import alive, live_of
-from zfun.interop.engine._torch_states import with_own_constants
+from zfun.interop.engine._reads import live_of
+from zfun.interop.engine._torch_states import give_moments
 from zfun.optim import MissedSteps
-
-# The attributes of an optimizer that belong to an engine.
-_ATTACHED = ("_zfun_engine", "step", "zero_grad")
-# One group more, so that an optimizer of torch alone refuses a state whose moments lie elsewhere.
-_ELSEWHERE: dict[str, Any] = {
-    "params": [],
-    "zfun": "the moments are in the folder zfun beside this file",
-}
 
 
 class ZeroedEngine(Engine):
@@ -45,6 +36,17 @@ class ZeroedEngine(Engine):
         super().zero_grad(set_to_none)
         self._zeroed = zeroed
 
+    @property
+    def extra(self) -> dict[str, nn.Parameter]:
+        """The parameters of the optimizer that the module does not have, by name."""
+        return self._extra
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the module is live by this engine."""
+        live = live_of(self.module)
+        return live is not None and live.owner is self
+
     def take_buffers(self, buffers: EngineBuffers) -> None:
         """Merge buffers of a module that has several engines."""
         self._buffers = buffers
@@ -56,6 +58,12 @@ class ZeroedEngine(Engine):
         if grads is not None:
             used |= {x.path for x in grads.layout.leaves if x.path not in grads.missed}
         return used.difference(self._extra)
+
+    def _leave_grads(self) -> None:
+        super()._leave_grads()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in (self._params[name] for name in self._zeroed):
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _strays(self) -> dict[str, Tensor]:
         found = super()._strays()
@@ -101,6 +109,12 @@ class StepEngine(ZeroedEngine):
         # In a step, the steps that leaves had missed before.
         self._missed: MissedSteps | None = None
         super().__init__(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, x in self.leaves.items():
+                # Those of an engine that had the module before.
+                if type(x.grad) is _SpentGrad:
+                    x.grad = None
+                    self._spent.add(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -144,6 +158,48 @@ class StepEngine(ZeroedEngine):
             raise _kept_grads("a use of them")
         super()._gathered()
 
+    def hand_on(self) -> None:
+        """Let another engine take the module with its gradients, if none has; every rank must call.
+
+        The optimizer keeps its moments until :meth:`give_back`.
+
+        Raises:
+            OptionError: gradients with a loss scale, or of weighted means.
+        """
+        if not self.is_last:
+            return
+        if self.has_grads:
+            self._check_whole_grads()
+        spent = self._spent
+        self.free()
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self._params.items():
+                if name in spent:
+                    drop = functools.partial(_zero, param)
+                    param.grad = _SpentGrad.of(param, name, drop, is_added=False)
+
+    def _check_whole_grads(self) -> None:
+        """Refuse gradients that would not be whole for another engine."""
+        got = "another optimizer, or another run, in prepare() or setup() before the step"
+        if self.loss_scale != 1.0 or self._sum.is_weighted:
+            raise OptionError(
+                "gradients with a loss scale, or of weighted means, stay with their engine; got "
+                f"{got}; step before, or call zero_grad()"
+            )
+        groups = self._groups
+        if left := [x for x in self.leaves if groups is not None and groups.leaves_out(x)]:
+            raise OptionError(
+                "an engine computes the gradients of the parameters in its optimizer; got "
+                f"{got}, and leaf {left[0]!r}, which was in no optimizer; step before, or freeze "
+                "it with requires_grad_(False)",
+                leaf=left[0],
+            )
+
+    def give_back(self) -> None:
+        """Give an optimizer its moments, after :meth:`hand_on`; every rank must call."""
+        if self._groups is not None:
+            give_moments(self._state, self._groups)
+
     def unscale(self) -> None:
         """Take the loss scale out of the gradients, as ``GradScaler.unscale_``; all ranks call."""
         self._settle()
@@ -167,6 +223,10 @@ class StepEngine(ZeroedEngine):
             old, new = self._missed.of(leaves), self._state.missed.of(leaves)
             used = {x.path for x in leaves if old.get(x.path) == new.get(x.path)}
             self._zeroed, self._spent = set(), used.intersection(self.leaves)
+
+
+def _zero(param: Tensor, name: str) -> None:
+    param.grad = torch.zeros_like(param)
 
 
 def _kept_grads(what: str) -> OptionError:
@@ -235,12 +295,6 @@ _STAYS = accessors("data") | {Tensor.detach_, Tensor.detach}
 def layers_of(models: Iterable[nn.Module]) -> set[int]:
     """Return the identities of the parts of models that have parameters."""
     return {id(part) for model in models for part in model.modules() if part._parameters}
-
-
-def release(model: nn.Module) -> None:
-    """Let a model be a plain one with whole values, if an engine has it; every rank must call."""
-    if (live := live_of(model)) is not None:
-        alive(lambda: live.owner, "the value of a parameter").close()
 
 
 def ids_in(optimizer: Any) -> set[int]:
@@ -322,71 +376,10 @@ def clip_together(engines: Sequence[StepEngine], max_norm: float) -> Tensor:
     return norm
 
 
-def check_last(engine: Engine) -> None:
+def check_last(engine: StepEngine) -> None:
     """Refuse a step of an engine whose parameters another one has."""
-    live = live_of(engine.module)
-    if live is None or live.owner is not engine:
+    if not engine.is_last:
         raise OptionError(
             "a parameter has one optimizer, the last one that prepare() or setup() got; got a step "
             "of another one; step the last one, or give each parameters of its own"
         )
-
-
-def attach(
-    optimizer: Any, engine: Engine, groups: ParamGroups, has_moments: Callable[[], bool]
-) -> None:
-    """Let the steps of an ``AcceleratedOptimizer``, and of its inner one, be those of an engine.
-
-    Loaded groups keep the constants of this run. Every rank asks for a state that has moments.
-    """
-    inner, joined = optimizer.optimizer, dict(vars(optimizer.optimizer))
-
-    def step(closure: Any = None) -> Any:
-        check_last(engine)
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        info = engine.step(boundary=True)
-        # torch's GradScaler lets fused optimizers skip by themselves, and nobody hears of it.
-        is_fused = getattr(inner, "_step_supports_amp_scaling", False)
-        is_told = engine.state.loss_scale is None or not is_fused
-        optimizer._is_overflow = info is not None and info.skipped and is_told
-        return loss
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        engine.zero_grad(set_to_none)
-        for group in inner.param_groups:
-            for param in group["params"]:
-                # Parameters of a loss have gradients of their own.
-                if not isinstance(param, LiveParameter) and param.grad is not None:
-                    param.grad = None if set_to_none else torch.zeros_like(param)
-
-    def state_dict() -> dict[str, Any]:
-        if has_moments():
-            return joined["state_dict"]()
-        with empty_state(inner, hooks=True):
-            found = type(inner).state_dict(inner)
-        return {**found, "param_groups": [*found["param_groups"], _ELSEWHERE]}
-
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        # Code may have written whole moments into a file that had none.
-        if has_moments() or state_dict["state"]:
-            joined["load_state_dict"](state_dict)
-            return
-        given = [group for group in state_dict["param_groups"] if "zfun" not in group]
-        saved = with_own_constants(engine.state.opt_state, groups, given)
-        with empty_state(inner, hooks=True):
-            type(inner).load_state_dict(inner, {**state_dict, "param_groups": saved})
-
-    if (module := live_of(engine.module)) is not None:
-        module.keeper = engine  # a model may outlive its optimizer
-    inner._zfun_own = {name: vars(inner)[name] for name in _ATTACHED if name in vars(inner)}
-    inner._zfun_engine, inner.step, inner.zero_grad = engine, groups.hooked(step), zero_grad
-    inner.state_dict, inner.load_state_dict = state_dict, load_state_dict
-
-
-def detach(optimizer: Any) -> None:
-    """Let the steps of an optimizer be its own again."""
-    inner, own = optimizer.optimizer, optimizer.optimizer._zfun_own
-    for name in (*_ATTACHED, "_zfun_own"):
-        del vars(inner)[name]
-    vars(inner).update(own)

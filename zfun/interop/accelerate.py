@@ -24,21 +24,19 @@ from zfun.collectives import Group, process_group, sum_group
 from zfun.errors import OptionError
 from zfun.interop._attached import (
     StepEngine,
-    attach,
     check_whole,
     clip_together,
-    detach,
     engines_of,
     ids_in,
     layers_of,
     leaves_of_each,
-    release,
 )
 from zfun.interop._named import apart, gathered_once
 from zfun.interop._refused import check_options, refuse_alone
 from zfun.interop._resumed import load_parts, moments_beside, own_values_of
 from zfun.interop._together import begin
-from zfun.interop.engine import UNBOUNDED, Engine, ParamGroups, compile_blocks
+from zfun.interop._wrapped import attach, detach, engine_in, groups_of, release, set_free
+from zfun.interop.engine import UNBOUNDED, Engine, compile_blocks
 from zfun.interop.engine._running import run_backward
 from zfun.recipes import Precision
 
@@ -126,7 +124,7 @@ class Accelerator(accelerate.Accelerator):
         """Place a model, and set autocast; it is sharded when its optimizer is prepared too."""
         if self.engine_of(model) is not None:
             return model
-        release(model)  # by the engine of an earlier run
+        release(model, self._engines)  # by engines of an earlier run
         plugin, had_amp = self.state.dynamo_plugin, self.native_amp
         backend, plugin.backend, self.native_amp = plugin.backend, DynamoBackend.NO, False
         is_new = not getattr(model, "_is_accelerate_prepared", False)
@@ -175,47 +173,40 @@ class Accelerator(accelerate.Accelerator):
         """Make engines of the models whose optimizers are known."""
         self._unguard()
         for optimizer in self._optimizers:
-            if hasattr(optimizer.optimizer, "_zfun_engine"):
+            if engine_in(optimizer.optimizer) is not None:
                 continue
             ids = ids_in(optimizer)
             known = [*self._waiting, *(x for _, its in self._engines.values() for x in its)]
             models = [x for x in known if ids.intersection(map(id, x.parameters()))]
-            models = models or self._waiting[:1]
-            if not models:
-                continue
-            others: list[Any] = []
-            for engine, (other, its) in [*self._engines.items()]:
-                if layers_of(its) & layers_of(models):
-                    models += its
-                    # Of two optimizers of one parameter the loop goes on with the new one, and
-                    # steps of the old one are refused.
-                    is_kept = not ids & ids_in(other)
-                    self._take_apart(engine, is_kept=is_kept)
-                    others += [other] if is_kept else []
-            models = [*{id(x): x for x in models}.values()]
-            self._waiting = [x for x in self._waiting if all(x is not model for model in models)]
-            self._make(models, [*others, optimizer])
+            if models := models or self._waiting[:1]:
+                self._join(models, optimizer)
 
-    def _take_apart(self, engine: StepEngine, *, is_kept: bool) -> None:
-        """Close an engine, whose optimizer another engine takes with its moments if it is kept."""
-        optimizer, _ = self._engines[engine]
-        moments = optimizer.state_dict() if is_kept and engine.state.step else None
-        self._close(engine)
-        if is_kept:
-            detach(optimizer)
-        if moments is not None:
-            optimizer.load_state_dict(moments)
+    def _join(self, models: list[nn.Module], optimizer: Any) -> None:
+        """Make engines of models, which keep those other optimizers that share no parameters."""
+        ids, others = ids_in(optimizer), list[Any]()
+        for engine, (other, its) in [*self._engines.items()]:
+            if layers_of(its) & layers_of(models):
+                engine.hand_on()
+                del self._engines[engine]
+                models += its
+                is_same = other.optimizer is optimizer.optimizer
+                # Of two optimizers of one parameter the loop goes on with the new one, and steps of
+                # the old one are refused.
+                is_kept = not is_same and not ids & ids_in(other)
+                others += [other] if is_kept else []
+                if is_same or is_kept:
+                    set_free(other.optimizer)
+        models = [*{id(x): x for x in models}.values()]
+        self._waiting = [x for x in self._waiting if all(x is not model for model in models)]
+        self._make(models, [*others, optimizer])
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: Any) -> None:
         """Let the model and the optimizer of an engine be plain ones. All ranks call."""
-        optimizer = self._close(engine)
-        detach(optimizer)
+        engine.close()
+        optimizer, _ = self._engines.pop(engine)
+        detach(optimizer.optimizer)
         # The next prepare() brings the optimizer back, with its model.
         self._optimizers = [x for x in self._optimizers if x is not optimizer]
-
-    def _close(self, engine: Any) -> Any:
-        engine.close()
-        return self._engines.pop(engine)[0]
 
     def _make(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:
         """Make an engine of models and their optimizer, or one for each of several."""
@@ -235,24 +226,13 @@ class Accelerator(accelerate.Accelerator):
             "init": "broadcast",
         }
         groups = [
-            self._groups_of(whole, optimizer, own)
+            groups_of(optimizer, whole, own, self.ema_decay)
             for optimizer, own in zip(optimizers, leaves_of_each(whole, optimizers), strict=True)
         ]
         engines = engines_of(whole, groups, StepEngine, **options)
         for engine, optimizer, its in zip(engines, optimizers, groups, strict=True):
             attach(optimizer, engine, its, lambda: self._has_moments)
             self._engines[engine] = optimizer, models
-
-    def _groups_of(self, whole: nn.Module, optimizer: Any, own: dict[str, Any]) -> ParamGroups:
-        """Return the groups of an optimizer, with the parameters of its engine."""
-        known = set(map(id, whole.parameters()))
-        all_params = [p for group in optimizer.param_groups for p in group["params"]]
-        # Parameters of a loss, which belong to no model.
-        others = (p for p in all_params if id(p) not in known)
-        extra = {f"optimizer.{index}": p for index, p in enumerate(others)}
-        groups = ParamGroups(optimizer.optimizer, {**own, **extra}, extra=extra, norm_of_all=True)
-        groups.ema_decay = self.ema_decay
-        return groups
 
     def engine_of(self, model: Any = None) -> Engine | None:
         """Return the engine of a model, of the first one by default; ``None`` if there is none."""

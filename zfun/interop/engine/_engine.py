@@ -178,7 +178,7 @@ class Engine(Passes):
             self._hide()
         self._live.enter(self.run, self.zero_grad)
         self._show()
-        self._begin()
+        self._reset()  # gradients that are in .grad already count, as in torch
         if self._groups is not None:
             self._groups.join(self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfun import stores, tree
+from zfun import ops, stores, tree
 from zfun.collectives import Group, all_reduce, gather_json, sum_group
 from zfun.errors import OptionError
 from zfun.flat import Flat, leaf_spans, ravel
@@ -135,14 +136,6 @@ class GradSum:
             _check_alike(alike, self._mesh)
         return Told(summed[:first].view(-1, 2), found[: len(flags)])
 
-    def give(self) -> dict[str, Tensor]:
-        """Let go of whole gradients by name, of leaves that any rank used; every rank must call."""
-        grads: Any = self.grads
-        leaves = [slot.path for slot in grads.layout.leaves]
-        used = self.told([path not in grads.missed for path in leaves]).flags
-        whole, self.grads = named(unshard(grads)), None
-        return {path: whole[path] for path, is_used in zip(leaves, used, strict=True) if is_used}
-
     def add_strays(self, strays: Mapping[str, Tensor], params: Flat, *, divided: bool) -> None:
         """Add gradients that backward has left in tensors of this rank; every rank must call.
 
@@ -195,6 +188,30 @@ class GradSum:
                 "grad(..., create_graph=True) by attributes of the module, inside of forward or "
                 "engine.run()"
             )
+
+    def move(
+        self, params: Mapping[str, Any], held: Mapping[str, Tensor]
+    ) -> dict[str, tuple[weakref.ref[Tensor], int]]:
+        """Move the sum to ``.grad`` of parameters, whole; every rank must call.
+
+        Tensors in ``held`` stay the gradients that they were. Returns the gradients that any rank
+        has, and their versions, by name.
+        """
+        self.cut()
+        grads: Any = self.grads  # with stray ones
+        leaves = [slot.path for slot in grads.layout.leaves]
+        used = self.told([path not in grads.missed for path in leaves]).flags
+        whole, self.grads = named(unshard(grads)), None
+        moved: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for path in (path for path, is_used in zip(leaves, used, strict=True) if is_used):
+                # A version of its own tells what code writes.
+                param, grad = params[path], ops.apart(whole[path].detach())
+                param.grad_dtype = None  # 16 bits may not hold what 32 bits have
+                grad = grad.to(torch.promote_types(grad.dtype, param.dtype))
+                param.grad = held[path].copy_(grad) if path in held else grad
+                moved[path] = weakref.ref(param.grad), param.grad._version
+        return moved
 
     @property
     def bound(self) -> float | None:

@@ -60,7 +60,9 @@ class ParamGroups:
         self._params = dict(params)
         self._norm_of_all = norm_of_all
         self._seen: Any = None
-        self._retained: set[str] = set()
+        with torch._C.DisableTorchFunctionSubclass():
+            # As torch does, which steps a frozen parameter too if it has a gradient.
+            self._retained = {name for name, param in params.items() if param.grad is not None}
         # The options of the optimizer that pure() has returned, by label.
         self._first: dict[str, dict[str, Any]] = {}
         # The names of the groups, by trained leaf.

@@ -133,6 +133,7 @@ class LiveModule:
             LiveParameter.release(param)
         for part in self.module.modules():
             part.__dict__["_parameters"] = dict(part._parameters.items())
+        self._watched = WatchedValues()
 
     def leave(self, *names: str) -> None:
         """Let methods of the module and of its parts be plain ones again."""

@@ -318,20 +318,15 @@ class Passes(HeldModule):
             self._sum.check_read(name, self)
         if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
             return None
+        self._move_grads()
+        return None
+
+    def _move_grads(self) -> None:
         held = self._held_grads()
         self._collected()
         self._drop_strays()
-        self._sum.cut()
+        self._shown |= self._sum.move(self._params, held)
         self._taken.clear()
-        with torch._C.DisableTorchFunctionSubclass():
-            for path, whole in self._sum.give().items():
-                # A version of its own tells what code writes.
-                param, grad = self._params[path], ops.apart(whole.detach())
-                param.grad_dtype = None  # 16 bits may not hold what 32 bits have
-                grad = grad.to(torch.promote_types(grad.dtype, param.dtype))
-                param.grad = held[path].copy_(grad) if path in held else grad
-                self._shown[path] = weakref.ref(param.grad), param.grad._version
-        return None
 
     def _held_grads(self) -> dict[str, Tensor]:
         """Return the tensors in ``.grad`` by name that a read has shown, which code may hold."""
@@ -382,7 +377,8 @@ class Passes(HeldModule):
     def close(self, *, average: bool = False) -> None:
         """Let the module be a plain one with whole values; every rank must call.
 
-        Values have the dtypes that the module had, from master weights where there are some.
+        Values have the dtypes that the module had, from master weights where there are some. The
+        gradients since the last step are in ``.grad``, but for those of weighted means.
 
         Args:
             average: whether they are those of the average, if the state has one.
@@ -390,6 +386,12 @@ class Passes(HeldModule):
         Raises:
             OptionError: inside of :meth:`averaged`.
         """
+        self.free(average=average)
+        if self._groups is not None:
+            self._groups.leave()
+
+    def free(self, *, average: bool = False) -> None:
+        """Close all but the optimizer, which keeps the moments; every rank must call."""
         self._check_writable("close()")
         self._live.check_unwritten()
         self._settle_masters()
@@ -405,15 +407,20 @@ class Passes(HeldModule):
             self._show()
             raise
         self._state = before
-        self._begin()
-        self._release()
-
-    def _release(self) -> None:
-        """Let the module and the optimizer be plain ones."""
+        self._leave_grads()
+        self._end_calls()
+        self._reset()
         self._live.release()
         self._buffers.release()
-        if self._groups is not None:
-            self._groups.leave()
+
+    def _leave_grads(self) -> None:
+        """Move the gradients since the last step to plain parameters; every rank must call."""
+        self._settle()
+        if self._sum.grads is not None and not self._sum.is_weighted:
+            self._move_grads()
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, grad in self._left().items():
+                self._params[name].grad = grad.to(self._params[name].dtype)
 
     def hand_over(self) -> dict[str, Deferred]:
         """Let another engine take the module, not the moments; this one ends. Every rank must call.
@@ -428,7 +435,10 @@ class Passes(HeldModule):
         self._check_writable("hand_over()")
         self._live.check_unwritten()
         self._begin()
-        self._release()
+        self._live.release()
+        self._buffers.release()
+        if self._groups is not None:
+            self._groups.leave()
         rest: Any = self._state._replace(opt_state=None, buffers=None)
         self._state, self.has_module = Taken(), False  # pyrefly: ignore[bad-assignment]
         own = {id(param) for param in self.module.parameters()}

@@ -173,6 +173,15 @@ def with_torch_state(
     )
 
 
+def give_moments(state: ZeroState, groups: ParamGroups) -> None:
+    """Let an optimizer of torch have the moments of a state, whole; every rank must call."""
+    found = torch_state(state, groups)["state"] if state.step else {}
+    groups.leave()
+    with_group_numbers(groups.groups, state)
+    params = [param for group in groups.groups for param in group["params"]]
+    groups.torch_optimizer.state.update({params[i]: x for i, x in found.items()})
+
+
 def _owner(path: str) -> tuple[str, str]:
     """Return the path of the optimizer that has a part, and the name of the part."""
     above, _, field = path.rpartition(".")

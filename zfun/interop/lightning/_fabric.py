@@ -140,6 +140,11 @@ class ZfunFabricStrategy(DDPStrategy):
     def _make(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Make engines of models, which keep those other optimizers that share no parameters."""
         ids, kept = set[int]().union(*map(ids_in, optimizers)), list[Any]()
+        for one in optimizers:
+            if (engine := vars(one).get("zfun_engine")) is not None and engine not in self.engines:
+                engine.hand_on()
+                engine.give_back()
+                detach(one)
         for engine in [x for x in self.engines if layers_of(x.models) & layers_of(models)]:
             models, other = [*models, *engine.models], engine.torch_optimizer
             is_kept = other is not None and not ids & ids_in(other)
@@ -168,14 +173,11 @@ class ZfunFabricStrategy(DDPStrategy):
 
     def _take_apart(self, engine: FabricEngine, *, is_kept: bool) -> None:
         """Close an engine, whose optimizer another engine takes with its moments if it is kept."""
-        optimizer = engine.torch_optimizer
-        moments = optimizer.state_dict() if is_kept and engine.state.step else None
-        engine.close()
+        engine.hand_on()
         self.engines.remove(engine)
         if is_kept:
-            detach(optimizer)
-        if moments is not None:
-            optimizer.load_state_dict(moments)
+            engine.give_back()
+            detach(engine.torch_optimizer)
 
     # A step.
 

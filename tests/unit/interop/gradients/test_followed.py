@@ -154,6 +154,7 @@ def test_a_second_accelerator_goes_on(stage: int, optimizer_first: bool) -> None
                 optimizer = accelerator.prepare(optimizer)
             accelerator.backward(model(batch()).square().mean())
             optimizer.step()
+            optimizer.zero_grad()
         return [x.detach() for x in raw.parameters()]
 
     torch.testing.assert_close(trained(stage), trained(None))

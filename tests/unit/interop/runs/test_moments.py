@@ -66,6 +66,7 @@ def test_an_optimizer_brings_its_moments(make: Any, count: int, stage: int) -> N
         model = runs.net()
         own = make(model)
         plain_steps(model, own, 0, count)
+        own.zero_grad()
         engine = initialized(group, stage, model, optimizer=own)
         engine_steps(engine, count, 3)
         return dict(engine.module_state_dict())
