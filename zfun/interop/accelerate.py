@@ -148,6 +148,10 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Take an optimizer, whose parameter groups stay the user's."""
+        is_wrapped = getattr(optimizer, "_is_accelerate_prepared", False)
+        inner = optimizer.optimizer if is_wrapped else optimizer
+        if engine_in(inner) not in self._engines:
+            set_free(inner)  # from an earlier run, or another optimizer of its parameters
         found = super().prepare_optimizer(optimizer, device_placement=device_placement)
         self._pair()
         self._guard()
@@ -173,13 +177,19 @@ class Accelerator(accelerate.Accelerator):
         """Make engines of the models whose optimizers are known."""
         self._unguard()
         for optimizer in self._optimizers:
-            if engine_in(optimizer.optimizer) is not None:
+            engine = engine_in(optimizer.optimizer)
+            if engine is not None and not self._lacks_model(engine):
                 continue
             ids = ids_in(optimizer)
             known = [*self._waiting, *(x for _, its in self._engines.values() for x in its)]
             models = [x for x in known if ids.intersection(map(id, x.parameters()))]
             if models := models or self._waiting[:1]:
                 self._join(models, optimizer)
+
+    def _lacks_model(self, engine: StepEngine) -> bool:
+        """Whether an engine has parameters of a model that has come after the optimizer."""
+        extra = set(map(id, engine.extra.values())) if engine in self._engines else set[int]()
+        return any(id(x) in extra for model in self._waiting for x in model.parameters())
 
     def _join(self, models: list[nn.Module], optimizer: Any) -> None:
         """Make engines of models, which keep those other optimizers that share no parameters."""
