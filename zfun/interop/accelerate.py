@@ -210,12 +210,18 @@ class Accelerator(accelerate.Accelerator):
         self._waiting = [x for x in self._waiting if all(x is not model for model in models)]
         self._make(models, [*others, optimizer])
 
-    def forget(self, engine: Any) -> None:
-        """Let the model and the optimizer of an engine be plain ones. All ranks call."""
-        engine.close()
+    def forget(self, engine: Any, *, keeps_moments: bool = False) -> None:
+        """Let the model of an engine be a plain one. All ranks call.
+
+        The next prepare() brings the optimizer back, with its model. Until then it is a plain one
+        without moments, or keeps them as they are, sharded.
+        """
         optimizer, _ = self._engines.pop(engine)
-        detach(optimizer.optimizer)
-        # The next prepare() brings the optimizer back, with its model.
+        if keeps_moments:
+            engine.free()
+        else:
+            engine.close()
+            detach(optimizer.optimizer)
         self._optimizers = [x for x in self._optimizers if x is not optimizer]
 
     def _make(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:

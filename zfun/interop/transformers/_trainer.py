@@ -369,8 +369,11 @@ class Trainer(transformers.Trainer):
         return True
 
     def _forget_run(self) -> None:
-        """Make the model whole, and let the next train() begin with a new state."""
-        self.gather_model()
+        """Make the model whole; as in transformers, the next train() goes on with the moments."""
+        if (engine := self.engine) is not None:
+            # An average is the run's own.
+            keeps_moments = self.accelerator.ema_decay is None
+            self.accelerator.forget(engine, keeps_moments=keeps_moments)
         self.model_wrapped = self.model
 
 

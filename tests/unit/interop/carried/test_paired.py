@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from tests.interop import fabrics
+from tests.interop import fabrics, trainers
 from tests.unit.interop.gradients.test_followed import accelerator_of, fresh
 from tests.unit.interop.runs.test_missed import EACH_STAGE
 from zfun.errors import OptionError
+from zfun.interop.transformers import Trainer
 
 WIDTH = 3
 
@@ -186,3 +189,27 @@ def test_a_second_fabric_goes_on_with_moments(stage: int) -> None:
         return values(model)
 
     torch.testing.assert_close(loop(f"zfun_stage_{stage}"), loop("auto"))
+
+
+OPTIONS = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4}
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*save_steps")
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("best", [False, True])
+def test_a_trainer_that_loads_weights_alone_keeps_moments(
+    zero: int, best: bool, tmp_path: Path
+) -> None:
+    """It began with new ones, in silence."""
+
+    def trained(cls: Any, **more: Any) -> Any:
+        fresh()
+        folder = tmp_path / cls.__module__
+        trainer = trainers.make(cls, str(folder), options=OPTIONS | (BEST if best else {}), **more)
+        trainer.train()
+        found = len(trainer.optimizer.state_dict()["state"])
+        trainer.train(resume_from_checkpoint=None if best else str(folder / "checkpoint-2"))
+        return found, trainers.whole(trainer.model)
+
+    torch.testing.assert_close(trained(Trainer, zero=zero), trained(transformers.Trainer))
