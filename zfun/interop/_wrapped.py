@@ -125,5 +125,5 @@ def set_free(optimizer: Any) -> None:
     """Let an optimizer of torch be a plain one with its moments; every rank must call."""
     if (engine := engine_in(optimizer)) is not None:
         engine.hand_on()
-        engine.give_back()
         detach(optimizer)
+        engine.give_back()

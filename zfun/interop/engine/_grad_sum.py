@@ -35,6 +35,23 @@ class Told(NamedTuple):
     flags: list[bool]
 
 
+class Shown(dict[str, tuple[weakref.ref[Tensor], int]]):
+    """The gradients that a read has moved to ``.grad``, and their versions then, by name."""
+
+    def held(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those that are the gradients of parameters still, which code may hold."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = ((name, ref()) for name, (ref, _) in self.items())
+            return {name: x for name, x in found if x is not None and params[name].grad is x}
+
+    def is_all(self, name: str, param: Tensor) -> bool:
+        """Whether a parameter has no gradient but the one of these, as it was."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = param.grad
+        found, version = self.get(name, (lambda: None, -1))
+        return grad is None or (found() is grad and grad._version == version)
+
+
 class GradSum:
     """The sum of gradients over the backward passes of a step.
 
@@ -189,9 +206,7 @@ class GradSum:
                 "engine.run()"
             )
 
-    def move(
-        self, params: Mapping[str, Any], held: Mapping[str, Tensor]
-    ) -> dict[str, tuple[weakref.ref[Tensor], int]]:
+    def move(self, params: Mapping[str, Any], held: Mapping[str, Tensor]) -> Shown:
         """Move the sum to ``.grad`` of parameters, whole; every rank must call.
 
         Tensors in ``held`` stay the gradients that they were. Returns the gradients that any rank
@@ -202,7 +217,7 @@ class GradSum:
         leaves = [slot.path for slot in grads.layout.leaves]
         used = self.told([path not in grads.missed for path in leaves]).flags
         whole, self.grads = named(unshard(grads)), None
-        moved: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        moved = Shown()
         with torch._C.DisableTorchFunctionSubclass():
             for path in (path for path, is_used in zip(leaves, used, strict=True) if is_used):
                 # A version of its own tells what code writes.

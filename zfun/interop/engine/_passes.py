@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfun import ops
 from zfun.errors import ZfunError
 from zfun.flat import Flat
-from zfun.interop.engine._grad_sum import GradSum, Told, alike_in
+from zfun.interop.engine._grad_sum import GradSum, Shown, Told, alike_in
 from zfun.interop.engine._groups import ParamGroups
 from zfun.interop.engine._held import HeldModule, Taken
 from zfun.interop.engine._running import run_backward, run_by, running_engine
@@ -187,7 +186,7 @@ class Passes(HeldModule):
         if not self.keeps_grads:
             # The sum has them now, and a read shows them again.
             self._drop_strays()
-            self._shown = {}
+            self._shown = Shown()
         return *self._sum.result(told, self.accumulate), told
 
     def _gathered(self) -> None:
@@ -316,32 +315,22 @@ class Passes(HeldModule):
         self._settle()
         if is_read:
             self._sum.check_read(name, self)
-        if self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name)):
-            return None
-        self._move_grads()
+        if not (self._sum.is_weighted or (self._sum.grads is None and self._is_shown(name))):
+            self._move_grads()
         return None
 
     def _move_grads(self) -> None:
-        held = self._held_grads()
+        held = self._shown.held(self._params)
         self._collected()
         self._drop_strays()
         self._shown |= self._sum.move(self._params, held)
         self._taken.clear()
 
-    def _held_grads(self) -> dict[str, Tensor]:
-        """Return the tensors in ``.grad`` by name that a read has shown, which code may hold."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = ((name, ref()) for name, (ref, _) in self._shown.items())
-            return {name: x for name, x in found if x is not None and self._params[name].grad is x}
-
     def _is_shown(self, name: str) -> bool:
         """Whether ``.grad`` has no gradient of this rank alone."""
         stray = self._live.strays.get(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = self._params[name].grad
-            found, version = self._shown.get(name, (lambda: None, -1))
-            is_shown = grad is None or (found() is grad and grad._version == version)
-        return is_shown and (stray is None or stray.grad is None)
+        has_own = stray is not None and stray.grad is not None
+        return not has_own and self._shown.is_all(name, self._params[name])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, but those of the parameters of ``extra=``."""
@@ -359,7 +348,7 @@ class Passes(HeldModule):
         self._sum = GradSum(self._group, apart, self.loss_scale)
         # Gradients that stay in .grad, of which the sum has the value: tensor, version and value.
         self._taken: dict[str, tuple[Tensor, int, Tensor]] = {}
-        self._shown: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._shown = Shown()
         self._is_boundary = False
         self._last_pass = -1
 
