@@ -122,7 +122,7 @@ def test_every_constant_has_the_value_of_the_source() -> None:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         }
         for name, value in values.items():
-            if name.isupper() and not name.endswith("_FORMAT"):
+            if name.isupper() and not name.startswith("_") and not name.endswith("_FORMAT"):
                 found = getattr(module_of(path), name)
                 if not hasattr(type(found), "_raise"):
                     count += 1
