@@ -355,7 +355,9 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         is_own = super()._load_best_model.__module__.startswith("transformers.")
-        if not (self._has_weights(best, is_own) and self._load_state(best, moments=True)):
+        # An average is a part of the optimizer's state; the moments are those of the last step.
+        moments = self.accelerator.ema_decay is not None
+        if not (self._has_weights(best, is_own) and self._load_state(best, moments=moments)):
             self._forget_run()
             super()._load_best_model()
 

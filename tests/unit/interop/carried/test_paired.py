@@ -192,24 +192,39 @@ def test_a_second_fabric_goes_on_with_moments(stage: int) -> None:
 
 
 OPTIONS = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 4}
-BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+# The best step is not the last one.
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": False,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
+LOADS: dict[str, dict[str, Any]] = {
+    "resumed": OPTIONS,
+    "best": OPTIONS | BEST,
+    "best of whole states": OPTIONS | BEST | {"save_only_model": False},
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*save_steps")
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("loads", LOADS)
 def test_a_trainer_that_loads_weights_alone_keeps_moments(
-    zero: int, best: bool, tmp_path: Path
+    zero: int, loads: str, tmp_path: Path
 ) -> None:
-    """It began with new ones, in silence."""
+    """It began with new ones, or with those of the best checkpoint, in silence."""
+    resumes = loads == "resumed"
 
     def trained(cls: Any, **more: Any) -> Any:
         fresh()
         folder = tmp_path / cls.__module__
-        trainer = trainers.make(cls, str(folder), options=OPTIONS | (BEST if best else {}), **more)
+        trainer = trainers.make(cls, str(folder), options=LOADS[loads], **more)
         trainer.train()
+        if not resumes:
+            assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
         found = len(trainer.optimizer.state_dict()["state"])
-        trainer.train(resume_from_checkpoint=None if best else str(folder / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resumes else None)
         return found, trainers.whole(trainer.model)
 
     torch.testing.assert_close(trained(Trainer, zero=zero), trained(transformers.Trainer))
