@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import os
 import random
 import runpy
 import shlex
@@ -138,15 +137,13 @@ def test_a_module_that_is_not_there_has_placeholders(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_public_function_and_class_of_deepspeed_imports() -> None:
+def test_every_public_function_and_class_of_deepspeed_imports(deepspeed_source: Path) -> None:
     """A script imports more than it uses, also what only DeepSpeed itself needs."""
-    python = os.environ.get("ZFUN_DEEPSPEED_PYTHON")
-    if python is None:
-        pytest.skip("ZFUN_DEEPSPEED_PYTHON must name a python that has DeepSpeed")
-    (root,) = Path(python).parents[1].glob("lib/python*/site-packages/deepspeed")
     missing, count = [], 0
-    for path in sorted(root.rglob("*.py")):
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__")
+    for path in sorted(deepspeed_source.rglob("*.py")):
+        module = ".".join(path.relative_to(deepspeed_source).with_suffix("").parts).removesuffix(
+            "__init__"
+        )
         found = f"zfun.interop.deepspeed.{module}".rstrip(".")
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,20 +11,14 @@ from torch import Tensor, nn
 
 import zfun as zf
 from tests.interop import fabrics
-from tests.unit.interop.gradients.test_followed import accelerator_of, fresh
+from tests.unit.interop.gradients.test_followed import accelerator_of
 from tests.unit.interop.runs.test_missed import EACH_STAGE, initialized
 from zfun.errors import OptionError
 from zfun.interop import Engine
 from zfun.interop.accelerate import Accelerator
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 WIDTH = 3
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    fresh()
-    yield
-    fresh()
 
 
 def batch(seed: int = 1) -> Tensor:

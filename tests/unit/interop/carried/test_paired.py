@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,8 @@ from tests.unit.interop.runs.test_missed import EACH_STAGE
 from zfun.errors import OptionError
 from zfun.interop.transformers import Trainer
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 WIDTH = 3
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    fresh()
-    yield
-    fresh()
 
 
 def batch(seed: int) -> Tensor:

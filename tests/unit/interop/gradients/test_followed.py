@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -19,14 +19,8 @@ from zfun.interop import Engine
 from zfun.interop.accelerate import Accelerator
 from zfun.interop.transformers import Trainer
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 WIDTH = 3
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    fresh()
-    yield
-    fresh()
 
 
 def fresh() -> None:

@@ -80,8 +80,15 @@ READS: dict[str, Callable[[Net], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    ("read", "dtype"),
+    [
+        (read, dtype)
+        for read in READS
+        for dtype in (torch.float32, torch.bfloat16)
+        if (read, dtype) != ("array", torch.bfloat16)  # numpy has no bfloat16
+    ],
+)
 @pytest.mark.shows(
     "`state_dict()` and reads of a model in pieces, as `precompute_ref_log_probs` of TRL",
     "right",
@@ -92,8 +99,6 @@ def test_reads_of_a_model_in_pieces_are_those_of_a_whole_one(read: str, dtype: t
     with torch.no_grad():
         for p in plain.parameters():
             p.data = p.data.to(dtype)
-    if read == "array" and dtype is torch.bfloat16:
-        pytest.skip("numpy has no bfloat16")
     expected = READS[read](plain)
 
     def main(group: zf.Group) -> None:

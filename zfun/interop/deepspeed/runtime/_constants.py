@@ -121,7 +121,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     },
 }
 _OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"]
-# Those that are no text, or have a default alone.
+# Constants that are lists or numbers, and defaults of constants that are not there.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "runtime.constants": {
         **dict.fromkeys(("OPTIMIZER_TYPE_DEFAULT", "SCHEDULER_TYPE_DEFAULT")),

@@ -1,4 +1,4 @@
-"""What stands for a partitioned parameter in its module.
+"""Stand-ins for partitioned parameters in their modules.
 
 [Note: stand-ins]
 A partitioned parameter keeps its place in the module, and its shape: its data are one NaN (of
@@ -95,9 +95,9 @@ class _Away(Tensor):
 
 
 class WholeValue(Tensor):
-    """What a read of a partitioned parameter gives, where it has memory: a write is refused.
+    """A gathered value of a partitioned parameter, or a view of one: a write is refused.
 
-    Else the write would be lost.
+    The write would reach this copy alone.
     """
 
     @classmethod
